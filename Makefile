@@ -1,0 +1,42 @@
+# One virtual environment, made on demand; every target works on a bare machine with Python 3.11 or 3.12 and make.
+PYTHON ?= python3
+VENV   ?= .venv
+BIN     = $(VENV)/bin
+# One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
+ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+
+.PHONY: help test test-slow test-real test-transformers lint types bench clean
+
+help:            ## what the targets do
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
+	touch $@
+
+test: $(VENV)/.ready            ## set everything up and run the tests
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "not slow and not real and not transformers"
+
+test-slow: $(VENV)/.ready       ## the checks that take minutes
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow
+
+test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folder)
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m real
+
+test-transformers: $(VENV)/.ready  ## the checks against the real transformers package
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m transformers
+
+lint: $(VENV)/.ready            ## ruff: style and format
+	$(BIN)/python -m ruff check .
+	$(BIN)/python -m ruff format --check .
+
+types: $(VENV)/.ready           ## mypy --strict over the package
+	$(BIN)/python -m mypy
+
+bench: $(VENV)/.ready           ## speed, as ratios measured in one run
+	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:           ## remove what the targets made
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
