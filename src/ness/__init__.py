@@ -1,6 +1,34 @@
-"""Continual learning without forgetting, for PyTorch."""
+"""Continual learning without forgetting, for PyTorch.
+
+Three verbs: `observe` what the model must not forget, `constrain` its updates, `merge` them when the task is learnt;
+and a `certificate` that says how much it can have lost. See `ness.NullSpace`.
+"""
 
 from ness._version import __version__
+from ness.certificate import Certificate, CertificateRow
+from ness.compare import Comparison
 from ness.errors import NessError, NessWarning
+from ness.gram import Gram
+from ness.nullspace import NullSpace
+from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft
 
-__all__ = ["NessError", "NessWarning", "__version__"]
+__all__ = [
+    # the guard, and what it gives back
+    "NullSpace",
+    "Certificate",
+    "CertificateRow",
+    "Comparison",
+    "Gram",
+    # which directions are free
+    "Rule",
+    "Nuclear",
+    "Frobenius",
+    "Energy",
+    "Rank",
+    "Budget",
+    "Soft",
+    # what can go wrong
+    "NessError",
+    "NessWarning",
+    "__version__",
+]  # fmt: skip

@@ -1,0 +1,101 @@
+"""The certificate: per layer, how far old outputs can have moved (a bound) and how far they have (exactly)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+
+@dataclass(frozen=True)
+class CertificateRow:
+    """One layer. Figures of grouped layers are the root-sum-square of their groups'.
+
+    `bound` holds for the worst single row ever observed, and grows with the number of rows, since σ does; `rms_bound`
+    and `rms_drift` are root-mean-squares over all rows. Bounds add up over merged tasks.
+    """
+
+    name: str
+    fan_in: int  # d, the constant 1 of a bias not counted
+    rank: int  # free directions, all groups together
+    tau: float  # τ, the rule's threshold on σ
+    update_norm: float  # ‖A‖₂ of the current (or last merged) update
+    bound: float  # Σ over tasks of σ_sel ‖A‖₂ ≥ ‖ΔW x‖ of every observed row x
+    rms_bound: float  # Σ over tasks of σ_sel ‖A‖_F / √n
+    rms_drift: float  # √(Σ‖ΔW x‖² / n), exact
+    relative_drift: float  # rms_drift over the RMS of the layer's own output when observed
+    rounding: float = field(repr=False, default=0.0)  # RMS drift that rounding the weights alone can cause
+
+    @property
+    def holds(self) -> bool:
+        """Whether the measured drift is within its bound, up to the rounding of the weights' dtype."""
+        return self.rms_drift <= self.rms_bound * (1 + 1e-6) + self.rounding
+
+
+@dataclass(frozen=True)
+class Certificate:
+    """What the model kept: one row a constrained layer, and what lies outside the promise.
+
+    The promise is per layer, on the inputs as they were observed: drift of upstream layers comes on top, and
+    `NullSpace.compare` measures it on whatever old data is still there.
+    """
+
+    rows: tuple[CertificateRow, ...]
+    skipped: Mapping[str, str] = field(default_factory=dict)  # frozen layers, and why
+    outside: tuple[str, ...] = ()  # norms that use batch statistics: their outputs depend on the batch
+    kept: Mapping[str, int] = field(default_factory=dict)  # numbers a task keeps for itself
+    parameters: int = 0  # numbers of the model
+
+    @property
+    def holds(self) -> bool:
+        """Whether every layer's measured drift is within its bound."""
+        return all(row.holds for row in self.rows)
+
+    def to_dicts(self) -> list[dict[str, Any]]:
+        """The rows as plain dictionaries, for JSON or a data frame."""
+        return [{key: value for key, value in asdict(row).items() if key != "rounding"} for row in self.rows]
+
+    def __iter__(self) -> Iterator[CertificateRow]:
+        return iter(self.rows)
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, name: str) -> CertificateRow:
+        for row in self.rows:
+            if row.name == name:
+                return row
+        raise KeyError(f"no row {name!r}; rows: {', '.join(row.name for row in self.rows)}")
+
+    def __str__(self) -> str:
+        heads = [f.name for f in fields(CertificateRow) if f.name != "rounding"]
+        body = [[_cell(getattr(row, head)) for head in heads] for row in self.rows]
+        lines = [*_aligned([[head.replace("_", " ") for head in heads], *body]), ""]
+        broken = [row.name for row in self.rows if not row.holds]
+        if broken:
+            lines.append(f"BROKEN: the measured drift exceeds its bound in {', '.join(broken)}")
+            lines.append("(a weight was changed other than through the guard's updates)")
+        else:
+            lines.append("holds: the measured drift is within its bound in every layer")
+        if self.outside:
+            lines.append(f"outside the promise (batch statistics): {', '.join(self.outside)}")
+        lines.extend(f"frozen: {name or '(model)'}: {why}" for name, why in self.skipped.items())
+        for task, count in self.kept.items():
+            lines.append(f"task {task!r} keeps {count:,} numbers of its own ({count / max(1, self.parameters):.2%})")
+        return "\n".join(lines)
+
+
+def _cell(value: str | int | float) -> str:
+    if isinstance(value, str):
+        return value or "(model)"
+    return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _aligned(table: list[list[str]]) -> list[str]:
+    """Columns of equal width: the first to the left, figures to the right."""
+    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
+    lines = []
+    for first, *figures in table:
+        cells = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
+        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+    return lines

@@ -1,0 +1,113 @@
+"""Finding the layers of a model: what is constrained, what is excluded, what is frozen and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from ness.errors import NessError
+from ness.layers import AttentionOutput, Layer, layers_of
+from ness.names import matched
+from ness.norms import KINDS as NORM_KINDS
+from ness.norms import norm_modules
+
+
+@dataclass(frozen=True)
+class Found:
+    """The model taken apart."""
+
+    layers: dict[str, Layer]  # constrained once observed
+    norms: dict[str, nn.Module]
+    skipped: dict[str, str]  # frozen, and why
+    excluded: set[str]  # names of modules and parameters left to the caller
+
+
+def discover(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Found:
+    """Take a model apart by name; ties between weights are followed, or refused by name."""
+    modules = dict(model.named_modules())
+    names = [*modules, *(name for name, _ in model.named_parameters())]
+    excluded = _with_children(names, matched(names, exclude, "exclude"))
+    layers, skipped = _layers(modules, excluded)
+    if include:
+        wanted = _with_children([*names, *layers], matched([*names, *layers], include, "include"))
+        for name in [name for name in layers if name not in wanted]:
+            del layers[name]
+            skipped[name] = "not in include"
+    if not layers:
+        raise NessError(
+            "the model has nothing to protect: no Linear, convolution or attention is left "
+            f"after include={list(include)} and exclude={list(exclude)}; "
+            + ("; ".join(f"{name or '(model)'}: {why}" for name, why in skipped.items()) or "it has no such layer")
+        )
+    layers = _tied(layers)
+    _refuse_foreign_ties(layers, modules)
+    return Found(layers, norm_modules(model, excluded), skipped, excluded)
+
+
+def _with_children(names: Sequence[str], roots: set[str]) -> set[str]:
+    """The names and everything below them."""
+    below = {name for name in names if any(name.startswith(root + ".") for root in roots if root)}
+    return roots | below | (set(names) if "" in roots else set())
+
+
+def _layers(modules: dict[str, nn.Module], excluded: set[str]) -> tuple[dict[str, Layer], dict[str, str]]:
+    layers: dict[str, Layer] = {}
+    skipped: dict[str, str] = {}
+    claimed: set[nn.Module] = set()  # out-projections, which their attention speaks for
+    for name, module in modules.items():
+        if name in excluded or module in claimed:
+            continue
+        found = layers_of(name, module)
+        claimed.update(layer.module for layer in found if isinstance(layer, AttentionOutput))
+        layers.update({layer.name: layer for layer in found if layer.name not in excluded})
+        own = [key for key, value in module._parameters.items() if value is not None]
+        own = [key for key in own if (f"{name}.{key}" if name else key) not in excluded]
+        if not found and not isinstance(module, NORM_KINDS) and (own or hasattr(module, "parametrizations")):
+            skipped[name] = _why_not(module, own)
+    return layers, skipped
+
+
+def _why_not(module: nn.Module, own: list[str]) -> str:
+    kind = type(module).__name__
+    if hasattr(module, "parametrizations"):
+        return f"{kind} with a parametrised weight: remove the parametrisation first"
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)):
+        return f"{kind} with a forward of its own: its input rows are not known"
+    if any(module.children()):
+        return f"bare parameters ({', '.join(own)}) of {kind}"
+    return f"{kind} is not a supported kind"
+
+
+def _tied(layers: dict[str, Layer]) -> dict[str, Layer]:
+    """One layer a weight: layers of one kind that share weight and bias become one with several modules."""
+    by_weight: dict[tuple[int, int | None], Layer] = {}
+    kept: dict[str, Layer] = {}
+    for name, layer in layers.items():
+        start = None if layer.weight_part is None else layer.weight_part.start
+        first = by_weight.setdefault((id(layer.weight), start), layer)
+        if first is layer:
+            kept[name] = layer
+        elif type(first) is type(layer) and first.bias is layer.bias and first.module is not layer.module:
+            first.modules.extend(layer.modules)
+        else:
+            raise NessError(
+                f"layers {first.name!r} and {name!r} share a weight but differ in kind or bias; "
+                "exclude both, or give them weights of their own"
+            )
+    return kept
+
+
+def _refuse_foreign_ties(layers: dict[str, Layer], modules: dict[str, nn.Module]) -> None:
+    """A weight that someone else reads too would change for them without any promise."""
+    owners = {layer.name: {id(module) for module in layer.modules} for layer in layers.values()}
+    for layer in layers.values():
+        for kind, parameter in (("weight", layer.weight), ("bias", layer.bias)):
+            for name, module in modules.items():
+                holds = any(value is parameter for value in module._parameters.values() if value is not None)
+                if holds and id(module) not in owners[layer.name]:
+                    raise NessError(
+                        f"layer {layer.name!r} shares its {kind} with {name!r} ({type(module).__name__}), which is not "
+                        f"constrained with it; exclude {layer.name!r}, or untie the two"
+                    )

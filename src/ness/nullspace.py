@@ -1,0 +1,475 @@
+"""`NullSpace`: observe what a model must not forget, constrain its updates, certify, merge."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ness import distributed, storage
+from ness.certificate import Certificate
+from ness.compare import Comparison, compare_outputs
+from ness.discovery import discover
+from ness.errors import NessError, NessWarning
+from ness.gram import Gram
+from ness.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
+from ness.names import as_patterns
+from ness.norms import affine_parameters, read_norms, uses_batch_statistics, write_norms
+from ness.observe import Forward, Recorder, batches_of, call_model, watching
+from ness.optimizers import refuse_other_optimizers
+from ness.protected import Protected
+from ness.rules import Nuclear, Rule, Selection
+from ness.spectrum import Spectrum
+from ness.tasks import Tasks
+from ness.update import Form, Update
+
+DEFAULT_RULE = Nuclear(1e-3)
+
+
+class NullSpace:
+    """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> old = torch.randn(200, 8) @ torch.randn(8, 64)      # old inputs use 8 of 64 directions
+    >>> guard = NullSpace(model, exclude=["2"])             # the head is yours
+    >>> guard.observe(old)
+    >>> guard.constrain()
+    >>> optimizer = torch.optim.AdamW(guard.parameters(), lr=1e-2)
+    >>> before = model[0](old)
+    >>> for _ in range(20):
+    ...     loss = model(torch.randn(16, 64)).square().mean()
+    ...     optimizer.zero_grad(); loss.backward(); optimizer.step()
+    >>> guard.certificate().holds, guard.certificate()["0"].rank
+    (True, 56)
+    >>> guard.merge()
+    >>> torch.allclose(model[0](old), before, atol=1e-3)
+    True
+
+    Args:
+        model: any module. Nothing about it changes before `constrain`.
+        rule: which input directions are free; see `ness.rules`.
+        include: constrain these layers only: names, prefixes that end at a dot, or patterns.
+        exclude: leave these to the caller, trainable and unprotected (the new task's head, say).
+        bias: "constrain" biases with their weights, or "freeze" them.
+        norm: "freeze" affine parameters and statistics of norm layers, or keep a copy "per_task".
+        statistics_device: where Grams live; by default on each layer's own device.
+        statistics_dtype: `torch.float32` multiplies blocks in float32: faster on some cards, 1e-6 instead of 1e-10.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rule: Rule = DEFAULT_RULE,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
+        bias: Literal["constrain", "freeze"] = "constrain",
+        norm: Literal["freeze", "per_task"] = "freeze",
+        statistics_device: torch.device | str | None = None,
+        statistics_dtype: torch.dtype = torch.float64,
+    ) -> None:
+        _check_arguments(model, rule, bias, norm, statistics_dtype)
+        self.model, self.rule = model, rule
+        self.include, self.exclude = as_patterns(include, "include"), as_patterns(exclude, "exclude")
+        self.bias, self.norm = bias, norm
+        self.statistics_device = None if statistics_device is None else torch.device(statistics_device)
+        self.statistics_dtype = statistics_dtype
+        self._found = discover(model, self.include, self.exclude)
+        self._protected: dict[str, Protected] = {}
+        self._tasks = Tasks()
+        self._phase: Literal["open", "constrained", "merged"] = "open"
+        self._form: Form = "any"
+        self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
+        self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
+        self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
+
+    # -- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def constrained(self) -> bool:
+        """Whether updates are in place right now."""
+        return self._phase == "constrained"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers that are protected once observed."""
+        return tuple(self._found.layers)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Layers that stay frozen, each with the reason."""
+        return {**self._found.skipped, **self._idle}
+
+    @property
+    def grams(self) -> dict[str, Gram]:
+        """What each layer has seen: `ness.Gram` by layer name."""
+        return {name: protected.gram for name, protected in self._protected.items()}
+
+    @property
+    def tasks(self) -> tuple[str, ...]:
+        """Names of the tasks the guard knows, oldest first."""
+        return self._tasks.names
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What to train: the updates, a task's own norms, and what is trainable in excluded modules."""
+        self._require_constrained("parameters()")
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    # -- observe ----------------------------------------------------------------------------------------------------
+
+    def observe(self, batches: Any, forward: Forward | None = None, task: str | None = None) -> None:
+        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
+
+        Args:
+            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
+                model is called with; any other form needs `forward`.
+            forward: `forward(model, batch)`, how the model is run on one batch.
+            task: names what the model knows now ("first" by default).
+        """
+        with self._watching(task) as recorder:
+            for index, batch in enumerate(batches_of(batches)):
+                recorder.staged.clear()
+                call_model(self.model, batch, forward)
+                self._commit(recorder, f"batch {index}")
+
+    @contextmanager
+    def observing(self, task: str | None = None) -> Iterator[None]:
+        """Observe the forward passes that the caller runs inside the `with`."""
+        with self._watching(task) as recorder:
+            passes = 0
+
+            def finished(*_: Any) -> None:
+                nonlocal passes
+                self._commit(recorder, f"pass {passes}")
+                passes += 1
+
+            handle = self.model.register_forward_hook(finished)
+            try:
+                yield
+            finally:
+                handle.remove()
+            self._commit(recorder, "last pass")
+
+    @contextmanager
+    def _watching(self, task: str | None) -> Iterator[Recorder]:
+        if self.constrained or any(is_constrained(module) for module in self.model.modules()):
+            raise NessError("observe: the model is constrained; call merge() or discard() first")
+        self._tasks.name_observed(task)
+        for protected in self._protected.values():
+            protected.settle()
+        devices = {name: self._device(name) for name in self._found.layers}
+        recorder = Recorder(devices, self.statistics_dtype)
+        with watching(self.model, self._found.layers.values(), recorder):
+            yield recorder
+
+    def _device(self, name: str) -> torch.device:
+        if name in self._protected:
+            return self._protected[name].anchor.device
+        return self.statistics_device or self._found.layers[name].weight.device
+
+    def _commit(self, recorder: Recorder, where: str) -> None:
+        taken = recorder.take(where)
+        self._protect(taken.keys())
+        for name, staged in taken.items():
+            self._protected[name].commit(staged)
+
+    def _protect(self, names: Iterable[str]) -> None:
+        """Open the books of layers that are seen for the first time, in the model's order on every rank."""
+        new = {
+            name: Protected(self._found.layers[name], self._device(name))
+            for name in names
+            if name not in self._protected
+        }
+        every = self._protected | new
+        self._protected = {name: every[name] for name in self._found.layers if name in every}
+
+    def _reduce(self) -> None:
+        """Bring the statistics of all ranks together; a layer that only others saw is known here from now on."""
+        if not distributed.active():
+            return
+        self._protect(name for name in self._found.layers if distributed.total(int(name in self._protected)))
+        for protected in self._protected.values():
+            protected.reduce()
+
+    # -- constrain --------------------------------------------------------------------------------------------------
+
+    def constrain(
+        self,
+        form: Form = "any",
+        max_drift: float | None = None,
+        task: str | None = None,
+        private: int = 0,
+    ) -> None:
+        """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
+
+        Args:
+            form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum and decay included).
+            max_drift: keep every layer's RMS drift under this fraction of its own output's RMS, at every step.
+            task: the name of the task that begins; needed with `norm="per_task"`.
+            private: private directions a task; not available yet.
+        """
+        distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
+        self._reduce()
+        spectra = distributed.together(self._spectra)
+        selections = self._selections(spectra)
+        constraints = {
+            name: self._protected[name].prepare(spectra[name], selection, form, self.bias)
+            for name, selection in selections.items()
+        }
+        for name, constraint in constraints.items():
+            protected = self._protected[name]
+            protected.constraint = constraint
+            if max_drift is not None and constraint.update is not None:
+                protected.limit_drift(spectra[name], selections[name], max_drift)
+        self._form = form
+        self._tasks.begin(task, read_norms(self._found.norms) if self.norm == "per_task" else {})
+        self._enter()
+        if not self.parameters():
+            warnings.warn("no direction is free in any layer: nothing will train. Raise eps", NessWarning, stacklevel=2)
+
+    def _check_constrain(self, form: str, max_drift: float | None, task: str | None, private: int) -> None:
+        if form not in ("any", "sgd"):
+            raise NessError(f"constrain(form={form!r}): expected 'any' or 'sgd'")
+        if private:
+            raise NessError(f"constrain(private={private!r}): private directions are not available yet; leave it at 0")
+        if max_drift is not None and (not isinstance(max_drift, (int, float)) or not 0 < max_drift < float("inf")):
+            raise NessError(f"constrain(max_drift={max_drift!r}): expected a number above 0")
+        if max_drift is not None and form == "sgd":
+            raise NessError("constrain(form='sgd', max_drift=...): the limit bends the update, so use form='any'")
+        if self.constrained:
+            raise NessError("constrain: already constrained; call merge() or discard() first")
+        if any(is_constrained(module) for module in self.model.modules()):
+            raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
+        if not self._protected and not distributed.active():
+            raise NessError("constrain: nothing was observed yet; call observe(old_inputs) first")
+        if self.norm == "per_task" and task is None:
+            raise NessError("constrain: norm='per_task' needs the name of the task, constrain(task=NAME)")
+        self._tasks.check_new(task)
+
+    def _spectra(self) -> dict[str, Spectrum]:
+        """Decompose every layer that saw something; name those that did not."""
+        self._idle = {name: "saw no input row: frozen" for name in self._found.layers if name not in self._protected}
+        spectra, thin = {}, []
+        for name, protected in self._protected.items():
+            if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
+                self._idle[name] = "saw only zeros: frozen"
+                continue
+            spectra[name] = (
+                protected.spectrum(self.bias) if distributed.on_rank_zero() else protected.no_spectrum(self.bias)
+            )
+            if protected.moments.gram.count < protected.layer.fan_in:
+                thin.append(f"{name!r} ({protected.moments.gram.count} rows, fan-in {protected.layer.fan_in})")
+        if not spectra:
+            raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
+        if thin:
+            warnings.warn(
+                f"fewer rows than inputs in {', '.join(thin)}: directions that no row happened to use count as free, "
+                "though old data of the same kind may use them. Observe more",
+                NessWarning,
+                stacklevel=6,
+            )
+        return spectra
+
+    def _selections(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """Rank 0's directions and choice on every rank: equal matrices have equal spectra, not equal eigenvectors."""
+        if distributed.active():
+            for spectrum in spectra.values():
+                distributed.from_rank_zero_([spectrum.sigma, spectrum.directions, spectrum.noise])
+        return self.rule.select(spectra)
+
+    def _updates(self) -> list[Update]:
+        constraints = [p.constraint for p in self._protected.values() if p.constraint is not None]
+        return [constraint.update for constraint in constraints if constraint.update is not None]
+
+    def _enter(self) -> None:
+        """Freeze everything that is not excluded, put the updates in place."""
+        self._flags = [(p, p.requires_grad) for p in self.model.parameters()]
+        for name, parameter in self.model.named_parameters(remove_duplicate=False):
+            if name not in self._found.excluded:
+                parameter.requires_grad_(False)
+        if self.norm == "per_task":
+            for parameter in affine_parameters(self._found.norms):
+                parameter.requires_grad_(True)
+        else:
+            for module in self._found.norms.values():
+                if stored_statistics(module):
+                    freeze_norm(module)
+        updates = self._updates()
+        install(updates)
+        if self._form == "sgd":
+            self._watch_optimizers = refuse_other_optimizers(self)
+        self._phase = "constrained"
+
+    def _leave(self) -> None:
+        """Ordinary modules again."""
+        uninstall(self._updates())
+        for module in self._found.norms.values():
+            if is_constrained(module):
+                unfreeze_norm(module)
+        for parameter, flag in self._flags:
+            parameter.requires_grad_(flag)
+        if self._watch_optimizers is not None:
+            self._watch_optimizers.remove()
+            self._watch_optimizers = None
+        self._flags = []
+
+    # -- certify ----------------------------------------------------------------------------------------------------
+
+    def certificate(self) -> Certificate:
+        """What the model kept: per layer rank, bound, and the exact drift on everything ever observed."""
+        if not self._protected and not distributed.active():
+            raise NessError("certificate: nothing was observed yet; call observe(old_inputs) first")
+        self._reduce()
+        norms = self._found.norms
+        own = sum(value.numel() for value in read_norms(norms).values()) if self.norm == "per_task" else 0
+        return Certificate(
+            rows=tuple(protected.certify() for protected in self._protected.values()),
+            skipped=self.skipped,
+            outside=tuple(name for name, module in norms.items() if uses_batch_statistics(module)),
+            kept=dict.fromkeys(self.tasks[1:], own) if own else {},
+            parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in self._updates()}),
+        )
+
+    def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
+        """Measure how far the model's outputs on these batches are from what they were when it was last observed.
+
+        This is the end-to-end change, upstream drift included, of the protected layers; excluded modules count as
+        they are now.
+        """
+        if not self._protected:
+            raise NessError("compare: nothing was observed yet; call observe(old_inputs) first")
+        return compare_outputs(self.model, batches, forward, self._as_observed)
+
+    @contextmanager
+    def _as_observed(self) -> Iterator[None]:
+        """The model with the weights it had when last observed."""
+        updates = self._updates() if self.constrained else []
+        uninstall(updates)
+        now = {name: protected.layer.stored() for name, protected in self._protected.items()}
+        try:
+            for protected in self._protected.values():
+                _write(protected, protected.anchor)
+            yield
+        finally:
+            for name, protected in self._protected.items():
+                _write(protected, now[name])
+            install(updates)
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    def merge(self) -> None:
+        """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order."""
+        if self._phase == "merged":
+            return
+        self._require_constrained("merge()")
+        merged = {}
+        for name, protected in self._protected.items():
+            if protected.constraint is not None and protected.constraint.update is not None:
+                merged[name] = protected.running()
+                if not bool(torch.isfinite(merged[name]).all()):
+                    raise NessError(
+                        f"merge: the update of layer {name!r} holds NaN or Inf; training diverged. "
+                        "The model is untouched: call discard(), lower the learning rate, and try again"
+                    )
+        self._leave()
+        for name, weights in merged.items():
+            _write(self._protected[name], weights)
+        for protected in self._protected.values():
+            protected.finish()
+        self._tasks.finish(read_norms(self._found.norms) if self.norm == "per_task" else {})
+        self._phase = "merged"
+
+    def discard(self) -> None:
+        """Drop the updates: the model is what it was before `constrain`."""
+        self._require_constrained("discard()")
+        self._leave()
+        for protected in self._protected.values():
+            protected.constraint = None
+        if self.norm == "per_task":
+            write_norms(self._found.norms, self._tasks.norms_in_use())
+        self._tasks.abandon()
+        self._phase = "open"
+
+    def use(self, task: str | None) -> None:
+        """Put a task's own norms in place; None: the shared weights with the first task's norms."""
+        if self.constrained:
+            raise NessError("use: the model is constrained; call merge() or discard() first")
+        values = self._tasks.use(task)
+        if values:
+            write_norms(self._found.norms, values)
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything the guard knows, bases and updates included: tensors, and a description that is plain JSON."""
+        from ness.state import pack
+
+        return pack(self)
+
+    def load_state(self, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, for the same model; refused whole if anything does not fit."""
+        from ness.state import unpack
+
+        unpack(self, tensors, manifest)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the guard to a folder: safetensors and a JSON manifest, all or nothing."""
+        distributed.together(lambda: None)
+        self._reduce()
+        tensors, manifest = self.state()
+
+        def write() -> None:
+            if distributed.on_rank_zero():
+                storage.save_folder(Path(folder), tensors, manifest)
+
+        distributed.together(write)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: nn.Module) -> NullSpace:
+        """Read a guard from a folder, for the model it was saved with."""
+        from ness.state import rebuild
+
+        tensors, manifest = storage.load_folder(Path(folder))
+        return rebuild(model, tensors, manifest)
+
+    def _require_constrained(self, what: str) -> None:
+        if not self.constrained:
+            raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
+
+    def __repr__(self) -> str:
+        return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={list(self.tasks)})"
+
+
+@torch.no_grad()
+def _write(protected: Protected, matrix: Tensor) -> None:
+    """Store [W b] (groups, o, width) into the layer's parameters, rounded once."""
+    layer = protected.layer
+    weight = layer.weight.data if layer.weight_part is None else layer.weight.data[layer.weight_part]
+    weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
+    if layer.bias is not None:
+        bias = layer.bias.data if layer.bias_part is None else layer.bias.data[layer.bias_part]
+        bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
+
+
+def _check_arguments(model: nn.Module, rule: Rule, bias: str, norm: str, dtype: torch.dtype) -> None:
+    if not isinstance(model, nn.Module):
+        raise NessError(f"NullSpace: found {type(model).__name__}, expected a torch.nn.Module")
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
+        raise NessError(
+            f"NullSpace: found a {type(model).__name__}; guard the plain model, and wrap it after constrain(), "
+            "so that the wrapper sees the updates"
+        )
+    if not isinstance(rule, Rule):
+        raise NessError(f"NullSpace(rule={rule!r}): expected a rule such as ness.Nuclear(1e-3)")
+    if bias not in ("constrain", "freeze"):
+        raise NessError(f"NullSpace(bias={bias!r}): expected 'constrain' or 'freeze'")
+    if norm not in ("freeze", "per_task"):
+        raise NessError(f"NullSpace(norm={norm!r}): expected 'freeze' or 'per_task'")
+    if dtype not in (torch.float64, torch.float32):
+        raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")

@@ -1,0 +1,35 @@
+"""Refusing optimizers under which `form="sgd"` would break its promise."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
+
+from ness.errors import NessError
+
+if TYPE_CHECKING:
+    from ness.nullspace import NullSpace
+
+
+def refuse_other_optimizers(guard: NullSpace) -> RemovableHandle:
+    """Raise on the first step of any optimizer but `torch.optim.SGD` that holds one of the guard's increments.
+
+    SGD, momentum, Nesterov and decay add multiples of projected gradients, which stay in the free space. Adam and its
+    kin rescale every entry, which leaves it.
+    """
+    mine = weakref.WeakSet(update.parameter for update in guard._updates())
+
+    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if type(optimizer) is torch.optim.SGD:
+            return
+        if any(parameter in mine for group in optimizer.param_groups for parameter in group["params"]):
+            raise NessError(
+                f"constrain(form='sgd') is exact for torch.optim.SGD alone; found {type(optimizer).__name__}, which "
+                "would leave the free space. Use constrain(form='any')"
+            )
+
+    return register_optimizer_step_pre_hook(check)

@@ -1,0 +1,237 @@
+"""Rules that say which input directions are free: small frozen dataclasses that see the spectra of all layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ness.errors import NessError
+from ness.spectrum import Spectrum
+
+TIE_SLACK = 1e-12  # σ ≤ τ up to this relative slack: a tie counts as small
+SOFT_CUTOFF = 0.02  # soft weights below this are dropped
+
+
+@dataclass(frozen=True)
+class Selection:
+    """What a rule frees in one layer: a weight s_i in [0, 1] a direction, and the threshold τ behind it.
+
+    `threshold` is the τ the rule set; where a rule sets none it is the largest selected σ of the group.
+    """
+
+    weights: Tensor  # s, (groups, d), in the order of the spectrum
+    threshold: Tensor  # τ, (groups,)
+
+    @property
+    def rank(self) -> int:
+        """Directions that remain free, all groups together."""
+        return int((self.weights > 0).sum())
+
+
+class Rule:
+    """Chooses free directions; subclass it, add a `name`, implement `select`, and it saves and loads by itself."""
+
+    name: ClassVar[str] = ""
+    registry: ClassVar[dict[str, type[Rule]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        super().__init_subclass__()
+        if cls.name:
+            Rule.registry[cls.name] = cls
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """A selection for every layer."""
+        raise NotImplementedError(f"{type(self).__name__} must implement select(spectra)")
+
+
+def _at_most(sigma: Tensor, threshold: Tensor) -> Tensor:
+    """s_i = 1 where σ_i ≤ τ, ties included."""
+    return (sigma <= threshold.unsqueeze(-1) * (1 + TIE_SLACK)).to(sigma.dtype)
+
+
+def _hard(sigma: Tensor, weights: Tensor) -> Selection:
+    """A selection whose τ is the largest selected σ of each group."""
+    return Selection(weights, (sigma * weights).amax(dim=-1))
+
+
+def _check_fraction(rule: str, field: str, value: float) -> None:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value <= 1:
+        raise NessError(f"{rule}({field}={value!r}): expected a number from 0 to 1")
+
+
+def _check_count(rule: str, field: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise NessError(f"{rule}({field}={value!r}): expected a whole number, 0 or more")
+
+
+@dataclass(frozen=True)
+class Nuclear(Rule):
+    """σ_i ≤ eps · Σσ: the rule of the paper's code, and the only one at which its eps make sense.
+
+    >>> from ness.spectrum import decompose
+    >>> spectra = {"fc": decompose(torch.diag(torch.tensor([9.0, 16.0, 0.0], dtype=torch.float64)).unsqueeze(0))}
+    >>> Nuclear(0.5).select(spectra)["fc"]  # σ = (0, 3, 4), τ = 0.5 · 7
+    Selection(weights=tensor([[1., 1., 0.]], ...), threshold=tensor([3.5000], ...))
+    """
+
+    eps: float = 1e-3
+    name: ClassVar[str] = "nuclear"
+
+    def __post_init__(self) -> None:
+        _check_fraction("Nuclear", "eps", self.eps)
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """τ = eps · ‖X‖_*."""
+        chosen = {}
+        for layer, spectrum in spectra.items():
+            threshold = self.eps * spectrum.sigma.sum(dim=-1)
+            chosen[layer] = Selection(_at_most(spectrum.sigma, threshold), threshold)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Frobenius(Rule):
+    """σ_i ≤ eps · ‖X‖_F: the rule of the paper's text; at the paper's eps it usually frees nothing."""
+
+    eps: float
+    name: ClassVar[str] = "frobenius"
+
+    def __post_init__(self) -> None:
+        _check_fraction("Frobenius", "eps", self.eps)
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """τ = eps · √(tr C)."""
+        chosen = {}
+        for layer, spectrum in spectra.items():
+            threshold = self.eps * spectrum.sigma.square().sum(dim=-1).sqrt()
+            chosen[layer] = Selection(_at_most(spectrum.sigma, threshold), threshold)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Energy(Rule):
+    """Protects the fewest strongest directions that hold the fraction `keep` of Σσ², and frees the rest."""
+
+    keep: float
+    name: ClassVar[str] = "energy"
+
+    def __post_init__(self) -> None:
+        _check_fraction("Energy", "keep", self.keep)
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """A direction is free when the directions stronger than it hold `keep` of the energy already."""
+        chosen = {}
+        for layer, spectrum in spectra.items():
+            energy = spectrum.sigma.square()
+            total = energy.sum(dim=-1, keepdim=True)
+            stronger = (energy.flip(-1).cumsum(-1) - energy.flip(-1)).flip(-1)  # energy above each direction
+            free = stronger >= self.keep * total * (1 - TIE_SLACK)
+            chosen[layer] = _hard(spectrum.sigma, free.to(energy.dtype))
+        return chosen
+
+
+@dataclass(frozen=True)
+class Rank(Rule):
+    """Frees the `r` weakest directions of every layer (of every group), at most all of them; 0 frees none."""
+
+    r: int
+    name: ClassVar[str] = "rank"
+
+    def __post_init__(self) -> None:
+        _check_count("Rank", "r", self.r)
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """The first r of the ascending spectrum."""
+        chosen = {}
+        for layer, spectrum in spectra.items():
+            weights = torch.zeros_like(spectrum.sigma)
+            weights[:, : self.r] = 1
+            chosen[layer] = _hard(spectrum.sigma, weights)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Budget(Rule):
+    """Spends at most `parameters` trainable numbers, on the directions that disturb their layer least.
+
+    Directions of all layers are ranked by σ_i / ‖X‖_F of their own group, the weakest first; a direction costs the
+    output units of its group.
+    """
+
+    parameters: int
+    name: ClassVar[str] = "budget"
+
+    def __post_init__(self) -> None:
+        _check_count("Budget", "parameters", self.parameters)
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """One threshold on the relative σ for all layers together."""
+        relative, cost = [], []
+        for spectrum in spectra.values():
+            norm = spectrum.sigma.square().sum(dim=-1, keepdim=True).sqrt()
+            relative.append((spectrum.sigma / norm.clamp(min=torch.finfo(norm.dtype).tiny)).flatten().cpu())
+            cost.append(torch.full_like(relative[-1], spectrum.outputs))
+        order = torch.cat(relative).argsort(stable=True)
+        taken = torch.zeros(len(order), dtype=torch.float64)
+        taken[order] = (torch.cat(cost)[order].cumsum(0) <= self.parameters).to(torch.float64)
+        parts = torch.split(taken, [len(part) for part in relative])
+        return {
+            layer: _hard(spectrum.sigma, part.reshape(spectrum.sigma.shape).to(spectrum.sigma))
+            for (layer, spectrum), part in zip(spectra.items(), parts, strict=True)
+        }
+
+
+@dataclass(frozen=True)
+class Soft(Rule):
+    """The τ of another rule, but s_i = min(1, τ/σ_i) instead of a cut; weights below 0.02 are dropped.
+
+    max σ_i s_i ≤ τ, so the bound on any single row is the hard rule's, unchanged; more directions learn, so the mean
+    drift is larger.
+    """
+
+    rule: Rule
+    name: ClassVar[str] = "soft"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.rule, Rule) or isinstance(self.rule, Soft):
+            raise NessError(f"Soft({self.rule!r}): expected a hard rule such as Nuclear(1e-3)")
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """s_i = min(1, τ/σ_i)."""
+        chosen = {}
+        for layer, hard in self.rule.select(spectra).items():
+            sigma = spectra[layer].sigma
+            threshold = hard.threshold.unsqueeze(-1)
+            scaled = torch.where(sigma > 0, threshold / sigma.clamp(min=torch.finfo(sigma.dtype).tiny), 0.0)
+            soft = torch.where(hard.weights > 0, hard.weights, scaled.clamp(max=1))
+            chosen[layer] = Selection(torch.where(soft >= SOFT_CUTOFF, soft, 0.0), hard.threshold)
+        return chosen
+
+
+def rule_to_dict(rule: Rule) -> dict[str, Any]:
+    """The rule as JSON: its name and its fields.
+
+    >>> rule_to_dict(Soft(Nuclear(0.001)))
+    {'name': 'soft', 'rule': {'name': 'nuclear', 'eps': 0.001}}
+    """
+    if type(rule).name not in Rule.registry:
+        raise NessError(f"{rule!r} cannot be saved: a rule is a frozen dataclass with a class attribute `name`")
+    values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
+    return {"name": rule.name} | {k: rule_to_dict(v) if isinstance(v, Rule) else v for k, v in values.items()}
+
+
+def rule_from_dict(data: Mapping[str, Any]) -> Rule:
+    """The rule that `rule_to_dict` wrote.
+
+    >>> rule_from_dict({'name': 'soft', 'rule': {'name': 'nuclear', 'eps': 0.001}})
+    Soft(rule=Nuclear(eps=0.001))
+    """
+    name = data.get("name")
+    if name not in Rule.registry:
+        raise NessError(f"unknown rule {name!r}; known: {', '.join(sorted(Rule.registry))}. Import its class first")
+    values = {k: rule_from_dict(v) if isinstance(v, Mapping) else v for k, v in data.items() if k != "name"}
+    return Rule.registry[name](**values)

@@ -1,0 +1,114 @@
+"""The spectrum of a layer's inputs: C = Q diag(σ²) Qᵀ in float64, never NaN, and the bounds that follow from it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ness.errors import NessError
+
+FLOAT64_EPSILON = torch.finfo(torch.float64).eps
+
+
+@dataclass(frozen=True)
+class Spectrum:
+    """Singular values and directions of a layer's inputs X, ascending, one set a group.
+
+    `noise` is the size below which float64 cannot tell a singular value from 0; such values are stored as exactly 0,
+    and a bound never claims to know better than it.
+    """
+
+    sigma: Tensor  # σ, (groups, d) ascending, float64
+    directions: Tensor  # Q, (groups, d, d), columns belong to sigma
+    noise: Tensor  # (groups,)
+    outputs: int  # output units a group: parameters that one direction costs
+
+    def to(self, device: torch.device | str) -> Spectrum:
+        """The same on another device."""
+        return Spectrum(self.sigma.to(device), self.directions.to(device), self.noise.to(device), self.outputs)
+
+
+def decompose(gram: Tensor, outputs: int = 1, name: str = "layer") -> Spectrum:
+    """Eigen-decomposition C = Q diag(λ) Qᵀ of Grams (groups, d, d), λ clamped at 0, σ = √λ.
+
+    A rank-deficient Gram has eigenvalues that come out as ±1e-16 instead of 0. They are set to 0: a negative one
+    must not become NaN and freeze the layer.
+
+    >>> spectrum = decompose(torch.diag(torch.tensor([9.0, 16.0, 0.0], dtype=torch.float64)).unsqueeze(0))
+    >>> spectrum.sigma
+    tensor([[0., 3., 4.]], dtype=torch.float64)
+    """
+    if not bool(torch.isfinite(gram).all()):
+        raise NessError(f"layer {name!r}: its Gram holds NaN or Inf; observe finite inputs and start again")
+    eigenvalues, directions = symmetric_eigen(gram, name)
+    largest = eigenvalues[..., -1:].clamp(min=0)
+    floor = largest * (gram.shape[-1] * FLOAT64_EPSILON)  # rounding of a float64 Gram and its decomposition
+    eigenvalues = torch.where(eigenvalues <= floor, torch.zeros_like(eigenvalues), eigenvalues)
+    return Spectrum(eigenvalues.sqrt(), directions, floor.squeeze(-1).sqrt(), outputs)
+
+
+def symmetric_eigen(gram: Tensor, name: str = "layer") -> tuple[Tensor, Tensor]:
+    """Ascending eigenvalues and eigenvectors of symmetric (groups, d, d), by the first solver that succeeds."""
+    for solver in (_eigh, _eigh_on_cpu, _eigh_of_numpy, _svd_on_cpu):
+        try:
+            eigenvalues, directions = solver(gram)
+        except (RuntimeError, np.linalg.LinAlgError):  # torch's LinAlgError is a RuntimeError
+            continue
+        if bool(torch.isfinite(eigenvalues).all()) and bool(torch.isfinite(directions).all()):
+            return eigenvalues.to(gram.device), directions.to(gram.device)
+    raise NessError(
+        f"layer {name!r}: no eigen-solver converged on its Gram {tuple(gram.shape)}; "
+        "exclude the layer, or observe inputs of a more even scale"
+    )
+
+
+def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
+    eigenvalues, directions = torch.linalg.eigh(gram)
+    return eigenvalues, directions
+
+
+def _eigh_on_cpu(gram: Tensor) -> tuple[Tensor, Tensor]:
+    return _eigh(gram.cpu())
+
+
+def _eigh_of_numpy(gram: Tensor) -> tuple[Tensor, Tensor]:
+    eigenvalues, directions = np.linalg.eigh(gram.cpu().numpy())
+    return torch.from_numpy(eigenvalues), torch.from_numpy(directions)
+
+
+def _svd_on_cpu(gram: Tensor) -> tuple[Tensor, Tensor]:
+    directions, values, _ = torch.linalg.svd(gram.cpu())  # positive semi-definite: singular values = eigenvalues
+    return values.flip(-1), directions.flip(-1)
+
+
+def selected_sigma(spectrum: Spectrum, weights: Tensor) -> Tensor:
+    """σ_sel = max_i σ_i s_i of each group (groups,): what one unit of update can move a row by, at most.
+
+    Never below the noise of the decomposition where anything is selected, and 0 where nothing is.
+
+    >>> spectrum = decompose(torch.diag(torch.tensor([9.0, 16.0, 0.0], dtype=torch.float64)).unsqueeze(0))
+    >>> selected_sigma(spectrum, torch.tensor([[1.0, 1.0, 0.0]], dtype=torch.float64))
+    tensor([3.], dtype=torch.float64)
+    """
+    largest = (spectrum.sigma * weights).amax(dim=-1)
+    anything = (weights > 0).any(dim=-1)
+    return torch.where(anything, torch.maximum(largest, spectrum.noise), torch.zeros_like(largest))
+
+
+def spectral_norm(matrix: Tensor) -> Tensor:
+    """‖A‖₂ of each matrix (groups, o, r) as (groups,) in float64, by the smaller of A Aᵀ and Aᵀ A.
+
+    >>> spectral_norm(torch.tensor([[[1.0, 5.0], [2.0, 6.0]]]))
+    tensor([8.1090], dtype=torch.float64)
+    """
+    wide = matrix.to(torch.float64)
+    if min(wide.shape[-2:]) == 0:
+        return torch.zeros(wide.shape[0], dtype=torch.float64, device=wide.device)
+    small = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
+    if not bool(torch.isfinite(small).all()):
+        return torch.full((wide.shape[0],), torch.nan, dtype=torch.float64, device=wide.device)
+    eigenvalues, _ = symmetric_eigen(small)
+    return eigenvalues[..., -1].clamp(min=0).sqrt()

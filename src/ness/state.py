@@ -1,0 +1,220 @@
+"""A guard as tensors and plain JSON, and back: what `save`, `load` and checkpoints of others are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError
+from ness.gram import Gram
+from ness.moments import Moments
+from ness.norms import NormValues, read_norms, write_norms
+from ness.protected import Constraint, Figures, Protected
+from ness.rules import rule_from_dict, rule_to_dict
+from ness.storage import fingerprint
+from ness.update import Projector, Update
+
+if TYPE_CHECKING:
+    from ness.nullspace import NullSpace
+
+Tensors = dict[str, Tensor]
+
+
+def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
+    """Everything a guard knows."""
+    tensors: Tensors = {}
+    layers = {name: _pack_layer(protected, tensors) for name, protected in guard._protected.items()}
+    tasks = guard._tasks
+    for number, (_, norms) in enumerate(tasks.norms.items()):
+        tensors |= {f"norms/{number}/{key}": value for key, value in norms.items()}
+    if guard.constrained and guard.norm == "per_task":
+        tensors |= {f"norms/live/{key}": value for key, value in read_norms(guard._found.norms).items()}
+    manifest = {
+        "rule": rule_to_dict(guard.rule),
+        "include": list(guard.include),
+        "exclude": list(guard.exclude),
+        "bias": guard.bias,
+        "norm": guard.norm,
+        "statistics_dtype": str(guard.statistics_dtype),
+        "phase": guard._phase,
+        "form": guard._form,
+        "idle": dict(guard._idle),
+        "layers": layers,
+        "tasks": {
+            "names": list(tasks.names),
+            "in_use": tasks.in_use,
+            "current": tasks.current,
+            "started": tasks.started,
+            "unnamed": tasks.unnamed,
+        },
+    }
+    return tensors, manifest
+
+
+def _pack_layer(protected: Protected, tensors: Tensors) -> dict[str, Any]:
+    layer, at = protected.layer, f"layers/{protected.layer.name}"
+    tensors |= _pack_moments(protected.moments, at)
+    if protected.pending is not None:
+        tensors |= _pack_moments(protected.pending, f"{at}/pending")
+    tensors |= {f"{at}/anchor": protected.anchor, f"{at}/spent": protected.spent}
+    entry: dict[str, Any] = {
+        **_shape(protected),
+        "weights": fingerprint(layer.stored()),
+        "count": protected.moments.gram.count,
+        "calls": protected.moments.calls,
+        "pending": None if protected.pending is None else [protected.pending.gram.count, protected.pending.calls],
+        "merges": protected.merges,
+        "last": asdict(protected.last),
+    }
+    constraint = protected.constraint
+    if constraint is not None:
+        entry["constraint"] = {"rank": constraint.rank}
+        tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
+        if constraint.update is not None:
+            entry["constraint"] |= _pack_update(constraint.update, at, tensors)
+    return entry
+
+
+def _shape(protected: Protected) -> dict[str, Any]:
+    layer = protected.layer
+    return {"kind": layer.kind, "groups": layer.groups, "outputs": layer.outputs, "width": layer.width}
+
+
+def _pack_moments(moments: Moments, at: str) -> Tensors:
+    return {
+        f"{at}/gram": moments.gram.matrix,
+        f"{at}/cross": moments.cross,
+        f"{at}/square": moments.square,
+        f"{at}/energy": moments.energy,
+    }
+
+
+def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
+    tensors |= {f"{at}/basis": update.basis, f"{at}/parameter": update.parameter}
+    if update.projector is not None:
+        tensors |= {f"{at}/projector": update.projector.matrix, f"{at}/scale": update.projector.squared_scale}
+    if update.sizes is not None and update.limit is not None:
+        tensors |= {f"{at}/sizes": update.sizes, f"{at}/limit": update.limit}
+    return {"way": update.way, "projector": None if update.projector is None else update.projector.how}
+
+
+def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> NullSpace:
+    """A new guard on `model` from what `pack` gave."""
+    from ness.nullspace import NullSpace
+
+    try:
+        guard = NullSpace(
+            model,
+            rule=rule_from_dict(manifest["rule"]),
+            include=manifest["include"] or None,
+            exclude=manifest["exclude"],
+            bias=manifest["bias"],
+            norm=manifest["norm"],
+            statistics_dtype={"torch.float64": torch.float64, "torch.float32": torch.float32}[
+                manifest["statistics_dtype"]
+            ],
+        )
+    except NessError as error:
+        raise NessError(f"the saved guard is for another model: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
+    unpack(guard, tensors, manifest)
+    return guard
+
+
+def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+    """Put saved knowledge into a guard that is not constrained; nothing changes unless everything fits."""
+    if guard.constrained:
+        raise NessError("load_state: the guard is constrained; call merge() or discard() first")
+    try:
+        protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
+        task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
+        norms = {name: _norms(tensors, f"norms/{number}/") for number, name in enumerate(task_names)}
+        phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
+    expected = set(read_norms(guard._found.norms))
+    for name, values in norms.items():
+        if values and set(values) != expected:
+            raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
+    guard._protected, guard._form, guard._idle = protected, form, idle
+    guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
+    guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
+    guard._phase = phase
+    if phase == "constrained":
+        live = _norms(tensors, "norms/live/")
+        if live:
+            write_norms(guard._found.norms, live)
+        guard._enter()
+
+
+def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Protected:
+    layer = guard._found.layers.get(name)
+    if layer is None:
+        raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
+    protected = Protected(layer, guard.statistics_device or layer.weight.device)
+    found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
+    if found != expected:
+        raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
+    if entry["weights"] != fingerprint(layer.stored()):
+        raise NessError(
+            f"the model changed between save and load: the weights of layer {name!r} are not those it was saved with. "
+            "Load the model's state dict of that moment first"
+        )
+    at, device = f"layers/{name}", protected.anchor.device
+    protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
+    if entry["pending"] is not None:
+        protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
+    protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
+    protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
+    protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
+    if "constraint" in entry:
+        protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
+    return protected
+
+
+def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    if key not in tensors or tensors[key].shape != torch.Size(shape):
+        found = tuple(tensors[key].shape) if key in tensors else "nothing"
+        raise NessError(f"the saved guard is damaged: {key} is {found}, expected {tuple(shape)}; save it again")
+    return tensors[key]
+
+
+def _moments(protected: Protected, tensors: Mapping[str, Tensor], at: str, count: int, calls: int) -> Moments:
+    like = protected.moments
+    device = protected.anchor.device
+    return Moments(
+        Gram(_tensor(tensors, f"{at}/gram", like.gram.matrix.shape).to(device, copy=True), int(count)),
+        _tensor(tensors, f"{at}/cross", like.cross.shape).to(device, copy=True),
+        _tensor(tensors, f"{at}/square", like.square.shape).to(device, copy=True),
+        _tensor(tensors, f"{at}/energy", like.energy.shape).to(device, copy=True),
+        int(calls),
+    )
+
+
+def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:
+    layer, device = protected.layer, protected.anchor.device
+    groups = (layer.groups,)
+    tau, sigma = (_tensor(tensors, f"{at}/{key}", groups).to(device) for key in ("tau", "sigma"))
+    unscaled = tensors[f"{at}/unscaled"].to(device)
+    if "way" not in entry:
+        return Constraint(int(entry["rank"]), tau, sigma, unscaled, None)
+    here = layer.weight.device
+    projector = None
+    if entry["projector"] is not None:
+        matrix, scale = tensors[f"{at}/projector"].to(here), tensors[f"{at}/scale"].to(here)
+        projector = Projector(entry["projector"], matrix, scale)
+    update = Update(layer, entry["way"], tensors[f"{at}/basis"].to(here), projector)
+    saved = _tensor(tensors, f"{at}/parameter", update.parameter.shape)
+    update.parameter.data.copy_(saved)
+    if f"{at}/limit" in tensors:
+        update.sizes, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
+    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update)

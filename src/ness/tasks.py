@@ -1,0 +1,82 @@
+"""The tasks a guard knows: their names, which one is in use, and the norms each keeps for itself."""
+
+from __future__ import annotations
+
+from ness.errors import NessError
+from ness.norms import NormValues
+
+FIRST = "first"
+
+
+class Tasks:
+    """Names in the order they were learnt. What the model knew before the first `constrain` is the task "first".
+
+    >>> tasks = Tasks()
+    >>> tasks.begin("cats", {}); tasks.finish({})
+    >>> tasks.names, tasks.in_use
+    (('first', 'cats'), 'cats')
+    """
+
+    def __init__(self) -> None:
+        self.norms: dict[str, NormValues] = {FIRST: {}}
+        self.in_use = FIRST
+        self.current: str | None = None  # the task being trained
+        self.started = False  # whether any task has begun
+        self.unnamed = False  # whether the last finished task has no name yet
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All finished tasks, oldest first."""
+        return tuple(self.norms)
+
+    def name_observed(self, task: str | None) -> None:
+        """Give the task that is being observed its name, or check it."""
+        if task is None or task == self.in_use:
+            return
+        if not self.started and self.names == (FIRST,):
+            self.norms = {task: self.norms[FIRST]}
+        elif self.unnamed and task not in self.norms:
+            self.norms[task] = {}
+            self.unnamed = False
+        else:
+            raise NessError(f"observe(task={task!r}): the task in use is {self.in_use!r}; call use({task!r}) before")
+        self.in_use = task
+
+    def check_new(self, task: str | None) -> None:
+        """Refuse a name that is taken or no name at all."""
+        if task is None:
+            return
+        if not isinstance(task, str) or not task:
+            raise NessError(f"constrain(task={task!r}): expected a name")
+        if task in self.norms:
+            raise NessError(f"constrain(task={task!r}): the name is taken; tasks: {', '.join(self.names)}")
+
+    def begin(self, task: str | None, norms: NormValues) -> None:
+        """A task starts from the norms in place; the task in use keeps them."""
+        self.started, self.current = True, task
+        if not self.norms[self.in_use]:
+            self.norms[self.in_use] = norms
+
+    def finish(self, norms: NormValues) -> None:
+        """The current task is learnt and in use."""
+        self.unnamed = self.current is None
+        if self.current is not None:
+            self.norms[self.current] = norms
+            self.in_use = self.current
+        self.current = None
+
+    def abandon(self) -> None:
+        """The current task is dropped."""
+        self.current = None
+
+    def norms_in_use(self) -> NormValues:
+        """The norms of the task in use."""
+        return self.norms[self.in_use]
+
+    def use(self, task: str | None) -> NormValues:
+        """Choose a task; returns its norms, empty where tasks keep none."""
+        name = self.names[0] if task is None else task
+        if name not in self.norms:
+            raise NessError(f"use({task!r}): no such task; tasks: {', '.join(self.names)}")
+        self.in_use = name
+        return self.norms[name]
