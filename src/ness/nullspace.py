@@ -142,18 +142,25 @@ class NullSpace:
     def observing(self, task: str | None = None) -> Iterator[None]:
         """Observe the forward passes that the caller runs inside the `with`."""
         with self._watching(task) as recorder:
-            passes = 0
+            passes, inside = 0, False
 
-            def finished(*_: Any) -> None:
-                nonlocal passes
+            def begins(*_: Any) -> None:
+                nonlocal inside
+                if inside:  # the pass before broke off and the caller went on: nothing of it counts
+                    recorder.staged.clear()
+                inside = True
+
+            def ends(*_: Any) -> None:
+                nonlocal passes, inside
                 self._commit(recorder, f"pass {passes}")
-                passes += 1
+                passes, inside = passes + 1, False
 
-            handle = self.model.register_forward_hook(finished)
+            handles = [self.model.register_forward_pre_hook(begins), self.model.register_forward_hook(ends)]
             try:
                 yield
             finally:
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
             self._commit(recorder, "last pass")
 
     @contextmanager
@@ -227,11 +234,13 @@ class NullSpace:
             protected.constraint = constraint
             if max_drift is not None and constraint.update is not None:
                 protected.limit_drift(spectra[name], selections[name], max_drift)
+        if not self._updates():
+            warnings.warn(
+                "no direction is free in any layer: no layer will train. Raise eps", NessWarning, stacklevel=2
+            )
         self._form = form
         self._tasks.begin(task, read_norms(self._found.norms) if self.norm == "per_task" else {})
         self._enter()
-        if not self.parameters():
-            warnings.warn("no direction is free in any layer: nothing will train. Raise eps", NessWarning, stacklevel=2)
 
     def _check_constrain(self, form: str, max_drift: float | None, task: str | None, private: int) -> None:
         if form not in ("any", "sgd"):

@@ -33,8 +33,8 @@ class Constraint:
         assert self.update is not None
         with torch.no_grad():
             if self.update.projector is None:
-                return self.update.coefficients().to(torch.float64)
-            return self.update.parameter.to(torch.float64) @ self.unscaled.to(self.update.parameter.device)
+                return self.update.coefficients().detach().to(torch.float64)
+            return self.update.parameter.detach().to(torch.float64) @ self.unscaled.to(self.update.parameter.device)
 
 
 @dataclass
@@ -148,13 +148,13 @@ class Protected:
             return Constraint(0, selection.threshold, sigma, q[..., :0], None)
         scale = self.scale(bias)
         basis = self._columns(q * s.unsqueeze(-2), s > 0) * scale.unsqueeze(-1)
-        inverse = self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0)
-        unscaled = inverse / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         rows = self.moments.gram.count / max(1, self.moments.calls)
         way = cheapest_way(form, layer, rows, basis.shape[-1])
-        projector = None
+        projector, unscaled = None, q[..., :0]
         if form == "sgd":
+            inverse = self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0)
+            unscaled = inverse / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
             outside = (1 - s.square()).clamp(min=0).sqrt()
             complement = self._columns(q * outside.unsqueeze(-2), s < 1) * scale.unsqueeze(-1)
             projector = Projector.of(*(t.to(device, dtype) for t in (basis, complement, scale)))

@@ -110,5 +110,8 @@ def spectral_norm(matrix: Tensor) -> Tensor:
     small = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
     if not bool(torch.isfinite(small).all()):
         return torch.full((wide.shape[0],), torch.nan, dtype=torch.float64, device=wide.device)
-    eigenvalues, _ = symmetric_eigen(small)
+    try:
+        eigenvalues = torch.linalg.eigvalsh(small)
+    except RuntimeError:
+        eigenvalues, _ = symmetric_eigen(small)
     return eigenvalues[..., -1].clamp(min=0).sqrt()

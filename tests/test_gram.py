@@ -1,0 +1,70 @@
+"""The Gram: additive, exact in float64, whatever the batching."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import ness
+from ness import gram as gram_module
+from ness.gram import gram_of_rows, with_ones
+
+
+@given(cuts=st.lists(st.integers(0, 60), max_size=5), seed=st.integers(0, 1000))
+@settings(max_examples=40, deadline=None)
+def test_any_batching_and_order_agree(cuts: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    rows = torch.randn(60, 9) * torch.logspace(-3, 3, 9)
+    whole = ness.Gram.of(rows)
+    edges = [0, *sorted(cuts), 60]
+    parts = [ness.Gram.of(rows[a:b]) for a, b in zip(edges, edges[1:], strict=False)]
+    order = torch.randperm(len(parts)).tolist()
+    total = ness.Gram.zeros(1, 9)
+    for index in order:
+        total = total + parts[index]
+    assert total.count == whole.count == 60
+    assert torch.allclose(total.matrix, whole.matrix, rtol=1e-10, atol=1e-10 * float(whole.matrix.abs().max()))
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = torch.randn(2, 100, 5)
+    whole = gram_of_rows(rows)
+    monkeypatch.setattr(gram_module, "CHUNK_ELEMENTS", 7 * 10)
+    assert torch.allclose(gram_of_rows(rows), whole, rtol=1e-12)
+    assert len(list(gram_module.row_blocks(rows, torch.float64))) > 10
+
+
+def test_fast_mode_is_right_to_1e6() -> None:
+    rows = torch.randn(1, 20_000, 16) + 0.5
+    exact, fast = gram_of_rows(rows), gram_of_rows(rows, torch.float32)
+    assert fast.dtype == torch.float64
+    assert float((fast - exact).norm() / exact.norm()) < 1e-6
+
+
+def test_rows_of_a_bias_end_in_one() -> None:
+    rows = torch.randn(2, 5, 3)
+    assert torch.equal(with_ones(rows)[..., -1], torch.ones(2, 5))
+    assert torch.equal(with_ones(rows)[..., :3], rows)
+
+
+def test_save_and_load(tmp_path: Path) -> None:
+    gram = ness.Gram.of(torch.randn(30, 4))
+    gram.save(tmp_path / "deep" / "gram.safetensors")
+    again = ness.Gram.load(tmp_path / "deep" / "gram.safetensors")
+    assert torch.equal(again.matrix, gram.matrix)
+    assert again.count == 30
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["gram.safetensors"]
+
+
+def test_refuses_what_is_not_a_gram(tmp_path: Path) -> None:
+    with pytest.raises(ness.NessError, match="float64 matrix of shape"):
+        ness.Gram(torch.zeros(3, 3), 1)
+    with pytest.raises(ness.NessError, match="do not add"):
+        ness.Gram.zeros(1, 3) + ness.Gram.zeros(1, 4)
+    (tmp_path / "file").write_bytes(b"nonsense")
+    with pytest.raises(ness.NessError, match="cut off or foreign"):
+        ness.Gram.load(tmp_path / "file")
