@@ -1,6 +1,6 @@
-"""What a constrained step costs against the same plain step: Linear 2048 × 2048, rank 1900, batch 64, optimizer included.
+"""What a constrained step costs against the same plain step: Linear 2048 × 2048, rank 1900, batch 64.
 
-Prints ratios measured in one run: steps of all variants interleaved, the median of each.
+Prints ratios measured in one run, optimizer step included: all variants interleaved, the median of each.
 """
 
 from __future__ import annotations

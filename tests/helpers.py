@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import ness
@@ -297,3 +298,30 @@ def check_promise(guard: ness.NullSpace, witness: Witness, epsilon: float) -> No
         assert abs(rms - row.rms_drift) <= max(1e-5 * rms, 1e-7 * size, slack), (row, rms, size)
         assert rms <= row.rms_bound * (1 + 1e-6) + slack, row
         assert abs(row.relative_drift * size - row.rms_drift) <= 1e-5 * row.rms_drift + 1e-12, (row, size)
+
+
+@st.composite
+def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
+    """A random layer of any kind, and the shape of one input."""
+    bias = draw(st.booleans())
+    kind = draw(st.sampled_from(["linear", "conv1d", "conv2d", "conv3d"]))
+    if kind == "linear":
+        width = draw(st.integers(2, 40))
+        return nn.Linear(width, draw(st.integers(1, 24)), bias=bias), (width,)
+    dims = int(kind[4])
+    groups = draw(st.sampled_from([1, 1, 2, 3]))
+    padding_mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
+    stride = draw(st.integers(1, 2))
+    padding = draw(st.sampled_from([0, 1, "same", "valid"]))
+    module = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](
+        groups * draw(st.integers(1, 2)),
+        groups * draw(st.integers(1, 4)),
+        kernel_size=draw(st.integers(1, 3)),
+        stride=1 if padding == "same" else stride,
+        padding=padding,
+        dilation=draw(st.integers(1, 2)),
+        groups=groups,
+        bias=bias,
+        padding_mode=padding_mode,
+    )
+    return module, (module.in_channels, *[6] * dims)

@@ -6,12 +6,11 @@ import itertools
 
 import pytest
 import torch
-from helpers import Conv1D, Transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_promise import layers
 from torch import Tensor, nn
 
+from helpers import Conv1D, Transformer, layers
 from ness.layers import AttentionInput, AttentionOutput, ConvLayer, LinearLayer, TransposedLinearLayer, layers_of
 
 

@@ -6,12 +6,12 @@ import tempfile
 
 import pytest
 import torch
-from helpers import OPTIMIZERS, ZOO, Witness, check_promise, low_rank, named, train
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
 import ness
+from helpers import OPTIMIZERS, ZOO, Witness, check_promise, layers, low_rank, named, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 
@@ -25,33 +25,6 @@ RULES = [
     ness.Soft(ness.Nuclear(0.02)),
     ness.Soft(ness.Energy(0.9)),
 ]
-
-
-@st.composite
-def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
-    """A random layer of any kind, and the shape of one input."""
-    bias = draw(st.booleans())
-    kind = draw(st.sampled_from(["linear", "conv1d", "conv2d", "conv3d"]))
-    if kind == "linear":
-        width = draw(st.integers(2, 40))
-        return nn.Linear(width, draw(st.integers(1, 24)), bias=bias), (width,)
-    dims = int(kind[4])
-    groups = draw(st.sampled_from([1, 1, 2, 3]))
-    padding_mode = draw(st.sampled_from(["zeros", "reflect", "replicate", "circular"]))
-    stride = draw(st.integers(1, 2))
-    padding = draw(st.sampled_from([0, 1, "same", "valid"]))
-    module = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[dims - 1](
-        groups * draw(st.integers(1, 2)),
-        groups * draw(st.integers(1, 4)),
-        kernel_size=draw(st.integers(1, 3)),
-        stride=1 if padding == "same" else stride,
-        padding=padding,
-        dilation=draw(st.integers(1, 2)),
-        groups=groups,
-        bias=bias,
-        padding_mode=padding_mode,
-    )
-    return module, (module.in_channels, *[6] * dims)
 
 
 @given(

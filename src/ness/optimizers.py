@@ -21,12 +21,16 @@ def refuse_other_optimizers(guard: NullSpace) -> RemovableHandle:
     SGD, momentum, Nesterov and decay add multiples of projected gradients, which stay in the free space. Adam and its
     kin rescale every entry, which leaves it.
     """
-    mine = weakref.WeakSet(update.parameter for update in guard._updates())
+    mine = {id(update.parameter): weakref.ref(update.parameter) for update in guard._updates()}
+
+    def is_mine(parameter: torch.Tensor) -> bool:
+        known = mine.get(id(parameter))
+        return known is not None and known() is parameter
 
     def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if type(optimizer) is torch.optim.SGD:
             return
-        if any(parameter in mine for group in optimizer.param_groups for parameter in group["params"]):
+        if any(is_mine(parameter) for group in optimizer.param_groups for parameter in group["params"]):
             raise NessError(
                 f"constrain(form='sgd') is exact for torch.optim.SGD alone; found {type(optimizer).__name__}, which "
                 "would leave the free space. Use constrain(form='any')"

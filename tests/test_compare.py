@@ -1,0 +1,71 @@
+"""The end-to-end change, against a copy of the model kept by the test."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import ness
+from helpers import ZOO, named, train
+
+pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+def test_compare_is_the_distance_to_the_model_as_observed(name: str) -> None:
+    torch.manual_seed(0)
+    model, old, new = ZOO[name]()
+    model.eval()
+    guard = ness.NullSpace(model, rule=ness.Nuclear(0.02))
+    guard.observe(old)
+    then = copy.deepcopy(model)
+    guard.constrain()
+    assert guard.compare(old).rms_change == 0
+    train(model, torch.optim.AdamW(guard.parameters(), lr=1e-2), new)
+    for _ in range(2):  # constrained, and merged
+        comparison = guard.compare([old[:10], old[10:]])
+        with torch.no_grad():
+            now, before = model(old), then(old)
+            change = (now - before).double()
+            assert torch.equal(model(old), now)  # the model is left as it is
+        assert comparison.samples == len(old)
+        assert comparison.rms_change == pytest.approx(float(change.square().mean().sqrt()), rel=1e-3, abs=1e-7)
+        assert comparison.max_change == pytest.approx(float(change.abs().max()), rel=1e-2, abs=1e-6)
+        assert 0 < comparison.relative_change < 10
+        assert f"{len(old)} samples" in str(comparison)
+        if guard.constrained:
+            guard.merge()
+
+
+def test_compare_takes_any_output_and_keeps_modes() -> None:
+    class Several(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            y = self.fc(x)
+            return {"logits": y, "more": (y * 2, y.argmax(-1))}
+
+    model = Several().train()
+    guard = ness.NullSpace(model, rule=ness.Rank(3))
+    guard.observe(torch.randn(40, 8))
+    guard.constrain()
+    torch.nn.init.normal_(guard.parameters()[0])
+    comparison = guard.compare(torch.randn(5, 8))
+    assert comparison.max_change > 0
+    assert model.training
+    with pytest.raises(ness.NessError, match="no floating-point output"):
+        guard.compare(torch.randn(5, 8), forward=lambda m, b: m(b)["more"][1])
+
+
+def test_excluded_modules_count_as_they_are_now() -> None:
+    model = named(trunk=nn.Linear(8, 8), head=nn.Linear(8, 2))
+    guard = ness.NullSpace(model, exclude=["head"])
+    guard.observe(torch.randn(40, 8))
+    with torch.no_grad():
+        model.head.weight.mul_(3)
+    assert guard.compare(torch.randn(5, 8)).max_change == 0
