@@ -198,7 +198,8 @@ class NullSpace:
 
     def _reduce(self) -> None:
         """Bring the statistics of all ranks together; a layer that only others saw is known here from now on."""
-        if not distributed.active():
+        waiting = any(protected.pending is not None for protected in self._protected.values())
+        if not distributed.active() or not distributed.total(int(waiting)):
             return
         self._protect(name for name in self._found.layers if distributed.total(int(name in self._protected)))
         for protected in self._protected.values():

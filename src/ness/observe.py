@@ -42,7 +42,7 @@ class Recorder:
             wide = with_ones(rows) if layer.bias is not None else rows
             staged.gram.matrix += gram_of_rows(wide.detach(), self.dtype).to(staged.gram.matrix.device)
             staged.gram.count += rows.shape[1]
-            staged.energy += outputs.detach().to(torch.float64).square().sum().to(staged.energy.device)
+            staged.energy += energy(outputs).to(staged.energy.device)
 
     def take(self, where: str) -> dict[str, Staged]:
         """The finished pass; NaN or Inf anywhere is an error, and nothing of the pass counts."""
@@ -54,6 +54,16 @@ class Recorder:
                     "Clean the data, or exclude the layer"
                 )
         return staged
+
+
+def energy(outputs: Tensor) -> Tensor:
+    """Σ‖y‖² in float64: norms of short stretches in the outputs' own precision, summed in float64.
+
+    Widening all outputs first would cost more than the layer itself.
+    """
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(outputs.detach(), dim=-1, dtype=dtype)
+    return norms.to(torch.float64).square().sum()
 
 
 @contextmanager

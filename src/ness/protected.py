@@ -92,7 +92,11 @@ class Protected:
         target.calls += staged.calls
 
     def reduce(self) -> None:
-        """Sum over all ranks what was not summed yet; a rank that saw nothing adds zeros."""
+        """Sum over all ranks what was not summed yet; a rank that saw nothing adds zeros.
+
+        Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
+        """
+        self.settle()
         pending = self.pending or self._no_rows()
         distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
         pending.gram.count = distributed.total(pending.gram.count)

@@ -111,7 +111,8 @@ def spectral_norm(matrix: Tensor) -> Tensor:
     if not bool(torch.isfinite(small).all()):
         return torch.full((wide.shape[0],), torch.nan, dtype=torch.float64, device=wide.device)
     try:
-        eigenvalues = torch.linalg.eigvalsh(small)
+        eigenvalues: Tensor = torch.linalg.eigvalsh(small)
     except RuntimeError:
         eigenvalues, _ = symmetric_eigen(small)
-    return eigenvalues[..., -1].clamp(min=0).sqrt()
+    largest: Tensor = eigenvalues[..., -1].clamp(min=0)
+    return largest.sqrt()

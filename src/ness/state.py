@@ -141,7 +141,8 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     for name, values in norms.items():
         if values and set(values) != expected:
             raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
-    guard._protected, guard._form, guard._idle = protected, form, idle
+    guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
+    guard._form, guard._idle = form, idle
     guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
     guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
     guard._phase = phase
