@@ -153,7 +153,7 @@ def letter_files(data: Arrays) -> dict[str, bytes]:
     """notMNIST's PNG files by path, and two empty ones."""
     files = {"notMNIST_small/A/empty.png": b"", "notMNIST_small/F/empty.png": b""}
     for at, (image, label) in enumerate(zip(data.train.images, data.train.labels, strict=True)):
-        files[f"notMNIST_small/{'ABCDEFGHIJ'[label]}/{at:03}.png"] = png(image)
+        files[f"notMNIST_small/{'ABCDEFGHIJ'[label]}/{at:05}.png"] = png(image)
     return files
 
 

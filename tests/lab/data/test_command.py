@@ -63,7 +63,7 @@ def test_check_reads_everything(
     assert out.splitlines()[1].endswith("broken")
     assert "found MD5" in err
     assert main(["list", "mnist", "--data", str(tmp_path)]) == 0
-    assert "not the published files" in capsys.readouterr().out
+    assert "broken" in capsys.readouterr().out
 
 
 def test_an_npz_of_mnist_can_be_verified(
@@ -81,6 +81,22 @@ def test_an_npz_of_mnist_can_be_verified(
     making.put(tmp_path, {"mnist.npz": b"broken"})
     assert main(["list", "mnist", "--data", str(tmp_path)]) == 0
     assert "broken" in capsys.readouterr().out
+
+
+def test_list_tells_repacked_archives_from_published_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = making.arrays(CIFAR100)
+    raw = making.cifar_archive(data, CIFAR100)
+    known = making.verified(CIFAR100, making.cifar_batches(data, CIFAR100))
+    making.put(tmp_path, {"cifar-100-python.tar.gz": raw})
+    for md5, state in ((hashlib.md5(raw).hexdigest(), " verified"), ("0" * 32, "`ness data check` looks inside")):
+        file = replace(CIFAR100.files[0], md5=md5)
+        monkeypatch.setattr("ness.lab.data.catalogue.CATALOGUE", {"cifar100": replace(known, files=(file,))})
+        assert main(["list", "cifar100", "--data", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.splitlines()[1].endswith(state)
+        assert main(["check", "cifar100", "--data", str(tmp_path)]) == 0
+        assert capsys.readouterr().out.splitlines()[1].endswith(" verified")
 
 
 def test_check_of_what_is_missing_fails(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

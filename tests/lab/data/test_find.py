@@ -7,7 +7,7 @@ import pytest
 import ness
 from lab.data import making
 from lab.data.making import MNIST, SVHN
-from ness.lab.data import CATALOGUE, find, roots
+from ness.lab.data import CATALOGUE, find, load, roots
 
 
 @pytest.fixture(autouse=True)
@@ -51,6 +51,12 @@ def test_torchvisions_folders_are_known(tmp_path: Path) -> None:
     found = find(CATALOGUE["fashion-mnist"], tmp_path)
     assert found is not None
     assert found.path == tmp_path / "FashionMNIST" / "raw"
+
+
+def test_a_folder_that_is_not_there_is_not_made(tmp_path: Path) -> None:
+    with pytest.raises(ness.NessError, match="found no folder of that name"):
+        load(SVHN, tmp_path / "mistyped")
+    assert not (tmp_path / "mistyped").exists()
 
 
 def test_a_file_instead_of_a_folder_is_an_error(tmp_path: Path) -> None:

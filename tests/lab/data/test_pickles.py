@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ness
@@ -108,6 +108,7 @@ def test_refuses_malformed(raw: bytes) -> None:
         load(raw)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=64))
 def test_any_bytes_give_a_value_or_our_error(raw: bytes) -> None:
     try:
@@ -117,6 +118,7 @@ def test_any_bytes_give_a_value_or_our_error(raw: bytes) -> None:
         pass
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_any_change_gives_a_value_or_our_error(data: st.DataObject) -> None:
     protocol = data.draw(st.integers(0, 5))

@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from lab.data import making
 from ness.lab.data import CATALOGUE, check, load
 
 pytestmark = pytest.mark.real
@@ -52,6 +53,24 @@ def test_classes_are_balanced(name: str, data: Path) -> None:
     loaded = load(data_set, data).arrays
     for part, count in ((loaded.train, data_set.train), (loaded.test, data_set.test)):
         assert np.bincount(part.labels).tolist() == [count // data_set.classes] * data_set.classes
+
+
+@pytest.mark.parametrize("name", ["mnist", "fashion-mnist"])
+def test_the_published_checksums_are_those_of_the_real_files(name: str, data: Path, tmp_path: Path) -> None:
+    data_set = CATALOGUE[name]
+    arrays = load(data_set, data).arrays
+    making.put(tmp_path / name, making.idx_files(arrays, data_set))
+    again = load(data_set, tmp_path)
+    assert again.note == "idx, verified"
+    assert making.same(again.arrays, arrays)
+
+
+def test_notmnist_as_pictures_is_the_same_set(data: Path, tmp_path: Path) -> None:
+    data_set = CATALOGUE["notmnist"]
+    arrays = load(data_set, data).arrays
+    making.put(tmp_path, {"notMNIST_small.tar.gz": making.tar_gz(making.letter_files(arrays))})
+    again = load(data_set, tmp_path).arrays
+    assert making.same(again, arrays)
 
 
 @pytest.mark.parametrize("name", CATALOGUE)

@@ -13,13 +13,13 @@ from ness.lab.streams import folder
 from ness.lab.streams.base import Request
 
 
-def picture(path: Path, value: int, size: tuple[int, int] = (8, 8), mode: str = "L") -> None:
+def picture(path: Path, value: int, size: tuple[int, int] = (16, 16), mode: str = "L") -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     shape = size if mode == "L" else (*size, 3)
     Image.fromarray(np.full(shape, value, np.uint8)).save(path)
 
 
-def tasks_in(root: Path, *, mode: str = "L", size: tuple[int, int] = (8, 8), count: int = 10) -> Path:
+def tasks_in(root: Path, *, mode: str = "L", size: tuple[int, int] = (16, 16), count: int = 10) -> Path:
     for t, task in enumerate(("birds", "cats")):
         for c, label in enumerate(("big", "small")):
             for number in range(count):
@@ -49,17 +49,23 @@ def test_the_seed_draws_the_test_images(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("mode", "channels"), [("L", 1), ("RGB", 3)])
 def test_grey_and_colour(mode: str, channels: int, tmp_path: Path) -> None:
-    assert folder.BENCHMARK.load(Request(1, tasks_in(tmp_path, mode=mode))).shape == (channels, 8, 8)
+    assert folder.BENCHMARK.load(Request(1, tasks_in(tmp_path, mode=mode))).shape == (channels, 16, 16)
 
 
 def test_one_coloured_image_makes_all_of_them_coloured(tmp_path: Path) -> None:
     picture(tasks_in(tmp_path) / "cats" / "small" / "last.jpg", 9, mode="RGB")
-    assert folder.BENCHMARK.load(Request(1, tmp_path)).shape == (3, 8, 8)
+    assert folder.BENCHMARK.load(Request(1, tmp_path)).shape == (3, 16, 16)
 
 
 @pytest.mark.parametrize(
     ("size", "image_size", "expected"),
-    [((20, 30), 0, (20, 30)), ((200, 100), 0, (84, 84)), ((20, 30), 16, (16, 16)), ((20, 30), 100, (100, 100))],
+    [
+        ((20, 30), 0, (20, 30)),
+        ((8, 8), 0, (32, 32)),
+        ((200, 100), 0, (84, 84)),
+        ((20, 30), 16, (16, 16)),
+        ((20, 30), 100, (100, 100)),
+    ],
 )
 def test_sizes(size: tuple[int, int], image_size: int, expected: tuple[int, int], tmp_path: Path) -> None:
     request = Request(1, tasks_in(tmp_path, size=size, count=3), folder.Options(image_size=image_size))
@@ -67,7 +73,7 @@ def test_sizes(size: tuple[int, int], image_size: int, expected: tuple[int, int]
 
 
 def test_images_of_different_sizes_are_brought_to_one(tmp_path: Path) -> None:
-    picture(tasks_in(tmp_path) / "cats" / "small" / "last.png", 9, (30, 10))
+    picture(tasks_in(tmp_path) / "cats" / "small" / "last.png", 9, (60, 10))
     assert folder.BENCHMARK.load(Request(1, tmp_path)).shape == (1, 84, 84)
 
 

@@ -57,9 +57,9 @@ def reorder(images: Images, order: NDArray[np.intp]) -> None:
     >>> rows[:, 0].tolist()
     [2, 0, 1]
     """
+    if not images.flags.c_contiguous:
+        raise NessError("found images scattered in memory, expected one block: only that can be rearranged in place")
     rows = images.reshape(len(images), -1)
-    if not np.shares_memory(rows, images) and images.size:
-        raise NessError("images have to lie in one block of memory to be rearranged in place")
     step = max(1, _BLOCK // max(1, len(rows)))
     for start in range(0, rows.shape[1], step):
         columns = rows[:, start : start + step]

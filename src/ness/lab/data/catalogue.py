@@ -115,7 +115,7 @@ _CIFAR10 = DataSet(
         "test_batch": "40351d587109b95175f43aff81a1287e",
     },
     folders=("cifar-10-batches-py",),
-    mean=0.474,
+    mean=0.473,
 )
 
 _MNIST = DataSet(
@@ -223,7 +223,7 @@ _NOTMNIST = DataSet(
         ),
     ),
     folders=("notMNIST_small", "notMNIST"),
-    mean=0.42,
+    mean=0.425,
     pooled=True,
 )
 
@@ -236,7 +236,7 @@ _MINI_IMAGENET = DataSet(
     test=10_000,
     classes=100,
     folders=("MiniImageNet", "mini_imagenet", "miniimagenet"),
-    mean=0.45,
+    mean=0.442,
     advice=(
         "MiniImageNet falls under ImageNet's terms and has no address it may be fetched from automatically. Get it "
         "from whoever gave it to you or build it from ImageNet, and put into {home} one of: train.pkl and test.pkl "

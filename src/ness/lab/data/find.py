@@ -42,12 +42,22 @@ def roots(data: Path | None) -> tuple[Path, ...]:
 def find(data_set: DataSet, data: Path | None = None) -> Found | None:
     """The first form of the set in the first folder that has one."""
     for root in roots(data):
-        archive = root / f"{data_set.name}.npz"
-        if archive.is_file():
-            return Found("npz", archive)
-        for folder in (root / data_set.home, *(root / name for name in data_set.folders), root):
-            if folder.is_dir() and (found := _LOOK[data_set.kind](folder, data_set)):
-                return found
+        try:
+            found = _found_in(root, data_set)
+        except OSError as error:
+            raise NessError(f"{root}: cannot be looked into ({error}); allow it, or name another folder") from error
+        if found:
+            return found
+    return None
+
+
+def _found_in(root: Path, data_set: DataSet) -> Found | None:
+    archive = root / f"{data_set.name}.npz"
+    if archive.is_file():
+        return Found("npz", archive)
+    for folder in (root / data_set.home, *(root / name for name in data_set.folders), root):
+        if folder.is_dir() and (found := _LOOK[data_set.kind](folder, data_set)):
+            return found
     return None
 
 

@@ -18,7 +18,7 @@ _FILTERS = {"lanczos": Image.Resampling.LANCZOS, "bilinear": Image.Resampling.BI
 
 def is_grey(data: bytes, name: str) -> bool:
     """Whether an image has one channel; only its header is read."""
-    return _opened(data, name).mode in ("1", "L", "I", "I;16", "F")
+    return _opened(data, name).mode in ("1", "L", "LA", "I", "I;16", "F")
 
 
 def size(data: bytes, name: str) -> tuple[int, int]:

@@ -37,7 +37,12 @@ def read(found: Found, data_set: DataSet) -> Arrays:
 
 
 def load(data_set: DataSet, data: Path | None = None, progress: Progress = log_progress) -> Loaded:
-    """The set from `data`, $NESS_DATA or the cache folder; downloaded into the first of them if none has it."""
+    """The set from `data`, $NESS_DATA or the cache folder; downloaded into the first of them if none has it.
+
+    A folder `data` that is not there is an error: most likely its name is wrong, and nothing should be written there.
+    """
+    if data is not None and not data.is_dir():
+        raise NessError(f"{data}: found no folder of that name, expected the one that holds {data_set.name}")
     found = find(data_set, data) or get(data_set, data, progress)
     return Loaded(read(found, data_set), f"{found.form}, {certainty(found, data_set)}")
 

@@ -12,7 +12,7 @@ from ness.lab.data import image
 from ness.lab.streams.base import Benchmark, Request, Stream, Task
 from ness.lab.streams.own import SETTINGS, network_for, stream_from_tasks, task_from_tensors
 
-LARGEST = 84  # pixels a side, unless --image-size asks for more
+KEPT = (16, 84)  # pixels a side that images are left at, if all of them agree
 Files = list[tuple[Path, int]]  # image files with their labels
 
 
@@ -21,7 +21,8 @@ class Options:
     """How folders become tasks; one that holds `train` and `test`, with the classes below, keeps that division."""
 
     image_size: int = field(
-        default=0, metadata={"help": "pixels a side; 0: the images' own size if all share one of at most 84, else 84"}
+        default=0,
+        metadata={"help": "pixels a side; 0: the images' own if all share one from 16 to 84, else 32 or 84"},
     )
     test_share: float = field(default=0.2, metadata={"help": "of each class's images, held out for the test"})
     valid_share: float = field(default=0.05, metadata={"help": "of the remaining images, held out for validation"})
@@ -89,19 +90,25 @@ def _pictures(path: Path) -> list[Path]:
 
 def _geometry(files: list[Path], size: int) -> tuple[tuple[int, int], int]:
     """Height and width all images are brought to, and the channels: one if all of them are grey."""
-    sizes, grey = set(), True
+    sizes: set[tuple[int, int]] = set()
+    grey = True
     for path in files:
         data = path.read_bytes()
         sizes.add(image.size(data, str(path)))
         grey = grey and image.is_grey(data, str(path))
-    (first, *others) = sizes
-    if size:
-        to = (size, size)
-    elif not others and max(first) <= LARGEST:
-        to = first
-    else:
-        to = (LARGEST, LARGEST)
-    return to, 1 if grey else 3
+    return (size, size) if size else common_size(sizes), 1 if grey else 3
+
+
+def common_size(sizes: set[tuple[int, int]]) -> tuple[int, int]:
+    """The one size all images have, if a network can take it; else 32×32 for small images and 84×84 for larger ones.
+
+    >>> common_size({(28, 28)}), common_size({(8, 8)}), common_size({(20, 30), (30, 20)}), common_size({(300, 200)})
+    ((28, 28), (32, 32), (32, 32), (84, 84))
+    """
+    sides = [side for size in sizes for side in size]
+    if len(sizes) == 1 and KEPT[0] <= min(sides) and max(sides) <= KEPT[1]:
+        return next(iter(sizes))
+    return (32, 32) if max(sides) <= 48 else (84, 84)
 
 
 def _task(
