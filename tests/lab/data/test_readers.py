@@ -95,6 +95,16 @@ def test_mnist_in_fashions_place_is_noticed(tmp_path: Path) -> None:
         load(replace(MNIST, mean=0.2860), tmp_path)
 
 
+def test_a_hostile_batch_is_refused_unrun(tmp_path: Path) -> None:
+    witness = tmp_path / "ran"
+    batches = making.cifar_batches(making.arrays(CIFAR100), CIFAR100)
+    batches["train"] = b"cbuiltins\nexec\n(S'open(%a, \"w\")'\ntR." % str(witness)
+    making.put(tmp_path / "cifar-100-python", batches)
+    with pytest.raises(ness.NessError, match=r"names builtins\.exec.*refused without running"):
+        load(CIFAR100, tmp_path)
+    assert not witness.exists()
+
+
 def test_labels_of_another_set_are_noticed(tmp_path: Path) -> None:
     data = making.arrays(MNIST)
     data.train.labels[:] = 0
@@ -144,7 +154,7 @@ def test_mini_caches(tmp_path: Path) -> None:
     assert np.bincount(found.train.labels).tolist() == [4] * 5
 
 
-@pytest.mark.parametrize("parts", [("",), ("train/", "val/", "test/")])
+@pytest.mark.parametrize("parts", [("",), ("images/",), ("train/", "val/", "test/")])
 def test_mini_tree_is_cut_like_the_lineage(parts: tuple[str, ...], tmp_path: Path) -> None:
     pictures = by_class(making.arrays(MINI))
     for label, images in pictures.items():

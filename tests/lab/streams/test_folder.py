@@ -36,7 +36,7 @@ def test_tasks_classes_and_splits(tmp_path: Path) -> None:
             values = split.images[:, 0, 0, 0].int() - 100 * t
             assert torch.equal(values // 40, split.labels.int())
         assert task.test.labels.tolist() == [0, 0, 1, 1]
-    assert stream.notes["birds"] == "classes big, small"
+    assert stream.notes["classes of birds"] == "big, small"
     assert stream.notes["network"] == "resnet18-32"
 
 

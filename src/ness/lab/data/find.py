@@ -111,9 +111,10 @@ def _mini(folder: Path, data_set: DataSet) -> Found | None:
         if found := _several(form, folder, {name: (name,) for name in names}):  # type: ignore[arg-type]
             return found
     if folder.name == data_set.name or folder.name in data_set.folders:
-        below = [path for path in folder.iterdir() if path.is_dir()]
-        if len(below) >= data_set.classes or {"train", "test"} <= {path.name for path in below}:
-            return Found("image tree", folder)
+        for place in (folder, folder / "images"):
+            below = {path.name for path in place.iterdir() if path.is_dir()} if place.is_dir() else set()
+            if len(below) >= data_set.classes or {"train", "test"} <= below:
+                return Found("image tree", place)
     return None
 
 

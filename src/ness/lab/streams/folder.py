@@ -44,7 +44,7 @@ def load_stream(request: Request) -> Stream:
         _task(path.name, train, test, (to, channels), options, request.seed)
         for path, (train, test, _) in zip(subfolders(request.data, "a task"), found, strict=True)
     ]
-    classes = {task.name: "classes " + ", ".join(names) for task, (_, _, names) in zip(tasks, found, strict=True)}
+    classes = {f"classes of {task.name}": ", ".join(names) for task, (_, _, names) in zip(tasks, found, strict=True)}
     notes = {"shape": f"{channels}x{to[0]}x{to[1]}", "network": network_for((channels, *to)), **classes}
     return Stream("folder", stream_from_tasks("folder", tasks).tasks, notes)
 
