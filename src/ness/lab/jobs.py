@@ -1,0 +1,118 @@
+"""What a run is asked to do: a method on a benchmark under settings that a preset begins and the user changes."""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ness.errors import NessError
+from ness.lab import registry
+from ness.lab.methods.base import MethodSpec
+from ness.lab.settings import (
+    ONLY_WITH,
+    PRESETS,
+    Preset,
+    Training,
+    check_contradictions,
+    check_training,
+    compose,
+    overridden,
+    part_of,
+)
+from ness.lab.streams.base import Benchmark, Request, Stream
+
+SCHEMA = 1  # raise it when the same settings would give another result
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method, a benchmark and resolved settings; a run is a job and a seed."""
+
+    method: MethodSpec
+    benchmark: Benchmark
+    preset: Preset
+    settings: Any
+    label: str  # the preset and what was changed by hand, for tables
+
+    @property
+    def digest(self) -> str:
+        """Ten hexadecimal digits that name method, benchmark, settings and schema."""
+        text = json.dumps([self.method.name, self.benchmark.name, SCHEMA, self.as_dict()], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings by name."""
+        return dataclasses.asdict(self.settings)
+
+    def load(self, seed: int, data: Path | None) -> Stream:
+        """The benchmark's stream for a seed."""
+        return self.benchmark.load(Request(seed, data, part_of(self.settings, self.benchmark.options)))
+
+
+def settings_type(method: MethodSpec, benchmark: Benchmark) -> type:
+    """The flat dataclass of a run: shared training fields, the method's, the benchmark's."""
+    return compose("Settings", Training, method.settings, benchmark.options)
+
+
+def preset_values(method: MethodSpec, benchmark: Benchmark, preset: Preset, optimizer: str | None) -> dict[str, Any]:
+    """What a preset sets: the benchmark's part, then the method's; the general before the particular.
+
+    The optimizer (the one asked for, else the preset's) chooses among the entries such as "cifar100/sam".
+    """
+    layers = ("fixed",) if preset == "fixed" else ("fixed", preset)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values |= benchmark.settings.get(layer, {})
+    for layer in layers:
+        own = method.presets.get(layer, {})
+        values |= own.get("*", {})
+        values |= own.get(benchmark.name, {})
+    chosen = optimizer or values.get("optimizer", Training.optimizer)
+    for layer in layers:
+        own = method.presets.get(layer, {})
+        values |= own.get(f"*/{chosen}", {})
+        values |= own.get(f"{benchmark.name}/{chosen}", {})
+    return values
+
+
+def resolve(
+    method: str | MethodSpec,
+    benchmark: str | Benchmark,
+    preset: str = "fixed",
+    changes: Mapping[str, Any] | None = None,
+) -> Job:
+    """A job by names, or by specs of your own; everything unknown or contradictory is refused here."""
+    spec = method if isinstance(method, MethodSpec) else registry.find("method", method, registry.all_methods())
+    bench = (
+        benchmark
+        if isinstance(benchmark, Benchmark)
+        else registry.find("benchmark", benchmark, registry.all_benchmarks())
+    )
+    name = registry.find("preset", preset, {known: known for known in PRESETS})
+    changes = dict(changes or {})
+    kind = settings_type(spec, bench)
+    base = preset_values(spec, bench, name, changes.get("optimizer"))
+    settings = overridden(kind, {}, base, f"preset {name} of {spec.name} on {bench.name}")
+    settings = overridden(kind, dataclasses.asdict(settings), changes, f"{spec.name} on {bench.name}")
+    check(spec, settings, changes)
+    default = kind(**base)
+    differing = [
+        f"{key}={value}" for key, value in dataclasses.asdict(settings).items() if value != getattr(default, key)
+    ]
+    return Job(spec, bench, name, settings, " ".join([name, *differing]))
+
+
+def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None:
+    """Refuses settings out of range, contradictory ones, and what the method cannot work with."""
+    training = part_of(settings, Training)
+    check_training(training)
+    check_contradictions(settings, changes, {**ONLY_WITH, **method.only_with})
+    chosen = [training.optimizer, training.schedule, *(["mixup"] if training.mixup else [])]
+    for choice in chosen:
+        if choice in method.refuses:
+            raise NessError(f"{method.name} does not go with {choice}: {method.refuses[choice]}")
+    if method.check is not None:
+        method.check(settings)

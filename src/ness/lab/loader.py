@@ -1,0 +1,127 @@
+"""A task's samples on the device, and the batches made of them: uint8 until a batch is taken."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor
+
+from ness.lab.seeds import derive
+from ness.lab.streams.base import Split, Task
+
+SplitName = Literal["train", "valid", "test"]
+EVALUATION_BATCH = 64
+_SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+
+
+@dataclass(frozen=True)
+class Clock:
+    """Where in a task a step is, as tensors of one number, so that a captured step can read them."""
+
+    epoch: Tensor  # counted from 0
+    within: Tensor  # share of the epoch's samples seen before this step, in [0, 1)
+    elapsed: Tensor  # share of the task's largest number of steps done before this step, in [0, 1)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """What a step sees: normalised images (n, c, h, w), labels (n,), and the task they are of.
+
+    `tasks` (n,) says the task of each sample where several are trained together, and is None otherwise. With mix-up,
+    image i is share·xᵢ + (1 - share)·xⱼ and `partner[i]` is the label of j. `clock` is None outside training.
+    """
+
+    images: Tensor
+    labels: Tensor
+    task: int
+    tasks: Tensor | None = None
+    partner: Tensor | None = None
+    share: Tensor | None = None
+    clock: Clock | None = None
+
+
+@dataclass(frozen=True)
+class Samples:
+    """One split of one task, or of several trained together, on the device."""
+
+    images: Tensor  # uint8 or float (n, c, h, w)
+    labels: Tensor  # (n,)
+    task: int  # the (first) task's index
+    mean: Tensor  # (c, 1, 1), or (n_tasks, c, 1, 1) with `tasks`
+    std: Tensor
+    tasks: Tensor | None = None  # (n,) of int64 where several tasks are together
+    counts: tuple[int, ...] = ()  # samples of each task where several are together
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, index: Tensor) -> Batch:
+        """The batch of these samples, normalised: (x/255 - mean)/std for uint8 images, float ones as they are."""
+        images = self.images[index]
+        tasks = None if self.tasks is None else self.tasks[index]
+        if images.dtype == torch.uint8:
+            mean, std = (self.mean, self.std) if tasks is None else (self.mean[tasks], self.std[tasks])
+            images = (images.to(torch.float32) / 255 - mean) / std
+        return Batch(images, self.labels[index], self.task, tasks)
+
+    def stored_order(self) -> Tensor:
+        """The order in which the samples are stored."""
+        return torch.arange(len(self), device=self.labels.device)
+
+    def batches(self, order: Tensor, size: int = EVALUATION_BATCH) -> Iterator[Batch]:
+        """The samples in this order, `size` at a time, a last shorter batch included."""
+        for index in torch.split(order, size):
+            yield self.take(index)
+
+
+def on_device(split: Split, task: Task, index: int, device: torch.device) -> Samples:
+    """The samples of one split of a task, with its constants."""
+    mean, std = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (task.mean, task.std))
+    return Samples(split.images.to(device), split.labels.to(device), index, mean, std)
+
+
+def together(parts: Sequence[Samples]) -> Samples:
+    """Several tasks' samples as one set that remembers which task each sample is of."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    shape = first.images.shape[1:]
+    channels = shape[0]
+    tasks = torch.cat([torch.full_like(part.labels, part.task) for part in parts])
+    rows = max(part.task for part in parts) + 1
+    mean, std = (torch.ones(rows, channels, 1, 1, device=first.images.device) for _ in range(2))
+    for part in parts:
+        mean[part.task], std[part.task] = part.mean, part.std  # one number for all channels spreads out
+    images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
+    return Samples(images, labels, first.task, mean, std, tasks, tuple(len(part) for part in parts))
+
+
+def fixed_order(count: int, task: int, split: SplitName, device: torch.device) -> Tensor:
+    """The one order in which a split is ever evaluated: random, the same for all seeds and methods (methods.md 5.3)."""
+    generator = Generator().manual_seed(derive(20_000 + task, _SPLITS.index(split)))
+    return torch.randperm(count, generator=generator).to(device)
+
+
+def epoch_order(samples: Samples, size: int, generator: Generator, *, mixed: bool, drop_last: bool) -> list[Tensor]:
+    """An epoch's batches as index tensors on the device; with `mixed` off, each batch is of one task only."""
+    counts = samples.counts if samples.counts and not mixed else (len(samples),)
+    chunks: list[Tensor] = []
+    start = 0
+    for count in counts:
+        order = torch.randperm(count, generator=generator) + start
+        pieces = list(torch.split(order, size))
+        if drop_last and len(pieces[-1]) < size and len(pieces) > 1:
+            pieces.pop()
+        chunks += pieces
+        start += count
+    if len(counts) > 1:
+        chunks = [chunks[i] for i in torch.randperm(len(chunks), generator=generator).tolist()]
+    return [chunk.to(samples.labels.device) for chunk in chunks]
+
+
+def mixed_up(batch: Batch, share: Tensor, generator: Generator) -> Batch:
+    """Mix-up: image i becomes share·xᵢ + (1 - share)·xⱼ for a random j; the loss mixes the labels alike."""
+    partner = torch.rand(len(batch.labels), generator=generator, device=batch.labels.device).argsort()
+    images = share * batch.images + (1 - share) * batch.images[partner]
+    return replace(batch, images=images, partner=batch.labels[partner], share=share)

@@ -1,0 +1,173 @@
+"""What a method is: a few hooks around the loop's step. It sees the model, the task and the step, never files."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError
+from ness.lab import optimizers
+from ness.lab.loader import Batch, Samples
+from ness.lab.losses import cross_entropy
+from ness.lab.nets.base import Network
+from ness.lab.nets.norms import without_update
+from ness.lab.seeds import Randomness
+from ness.lab.settings import Training
+
+State = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, and whatever else as JSON
+
+
+@dataclass(frozen=True)
+class NoSettings:
+    """A method without settings of its own."""
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a method works with during a whole run."""
+
+    model: Network
+    training: Training
+    own: Any  # the method's own settings, an instance of its spec's `settings`
+    tasks: int
+    random: Randomness
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """What is being learnt: one task, or several at once (`joint`), with the data a method may look at."""
+
+    tasks: tuple[int, ...]
+    train: Samples
+    earlier: tuple[Samples, ...] = ()  # earlier tasks' training data; empty unless the method says it needs old data
+
+    @property
+    def task(self) -> int:
+        """The (first) task, counted from 0."""
+        return self.tasks[0]
+
+
+class Method:
+    """The hooks, in the order in which the loop calls them; this class alone is plain fine-tuning.
+
+    A step is tensors in, tensors out: no hook called inside one (`gradients`, `loss`, `logits`, `after_backward`,
+    `after_step`) may read a tensor's value on the host or branch on it, and random numbers come from
+    `context.random.step` there. Then the same step runs in the plain loop and captured in a CUDA graph. The clock on
+    the batch says where in the task the step is.
+    """
+
+    def __init__(self, context: Context) -> None:
+        self.context = context
+        self.model = context.model
+
+    def before_task(self, lesson: Lesson) -> None:
+        """Gets ready for a task; the model is as the last task left it, all trainable but other tasks' heads."""
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """What trains in this task; everything else gets neither gradient nor weight decay."""
+        return backbone(self.model) + current_heads(self.model, lesson)
+
+    def train_mode(self, lesson: Lesson) -> None:
+        """Puts the modules into the mode in which the task is trained."""
+        self.model.train()
+
+    def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
+        """Fills `.grad` of what trains and returns the loss; replace it for steps of several passes.
+
+        With `sam` the gradient is SAM's: at w + ρ·g/‖g‖, with w restored exactly.
+        """
+        loss = self.loss(batch)
+        loss.backward()  # type: ignore[no-untyped-call]
+        if sam:
+            kept = optimizers.ascend(trained, self.context.training.rho)
+            clear(trained)
+            with without_update(self.model):
+                self.loss(batch).backward()  # type: ignore[no-untyped-call]
+            optimizers.restore(kept)
+        return loss
+
+    def loss(self, batch: Batch) -> Tensor:
+        """The loss of a batch; add a penalty here."""
+        return cross_entropy(self.logits(batch), batch)
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits of a batch under the batch's task; also what evaluation calls."""
+        logits: Tensor = self.model(batch.images, batch.task)
+        return logits
+
+    def after_backward(self, batch: Batch) -> None:
+        """Changes gradients before the optimizer's step: projections, masks."""
+
+    def after_step(self, batch: Batch) -> None:
+        """Changes parameters after the optimizer's step: clamps."""
+
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Takes what must be kept of a task whose best weights are in place; returns what the record should say."""
+        return {}
+
+    def use(self, task: int) -> None:
+        """Switches to what belongs to a task (its scales, its norms) before that task is evaluated."""
+
+    def state(self) -> State:
+        """All that `load_state` needs to go on from the end of any epoch, in a task or between two."""
+        return {}, {}
+
+    def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Puts a new instance, on a model as it was when the task began, where `state` was taken.
+
+        Between tasks the model is as the last task left it; in one it is as `before_task` found it. The values of what
+        trains are filled in by the loop afterwards.
+        """
+        if tensors or manifest:
+            raise NessError(f"{type(self).__name__} keeps nothing, but its checkpoint holds {sorted(tensors)}")
+
+
+def backbone(model: Network) -> list[nn.Parameter]:
+    """Every parameter that is not a head's."""
+    heads = {id(parameter) for parameter in model.heads.parameters()}
+    return [parameter for parameter in model.parameters() if id(parameter) not in heads]
+
+
+def current_heads(model: Network, lesson: Lesson) -> list[nn.Parameter]:
+    """The parameters of the heads of the tasks being learnt."""
+    return [parameter for task in lesson.tasks for parameter in model.heads[task].parameters()]
+
+
+def open_for(model: Network, lesson: Lesson) -> None:
+    """How a task finds the model: everything trainable but the heads of other tasks."""
+    model.requires_grad_(True)
+    for task, head in enumerate(model.heads):
+        head.requires_grad_(task in lesson.tasks)
+
+
+def clear(parameters: Sequence[nn.Parameter]) -> None:
+    """Drops every gradient; a parameter without one is not touched by the optimizer, decay included."""
+    for parameter in parameters:
+        parameter.grad = None
+
+
+@dataclass(frozen=True)
+class MethodSpec:
+    """A named method: how it is made, what it costs to keep, what it allows, and the settings it comes with.
+
+    `presets` maps a preset to overrides by benchmark: "*" for every benchmark, "cifar100" for one,
+    "cifar100/sam" or "*/sam" for one with that optimizer; "fixed" is the base of the other two.
+    `refuses` maps an optimizer or a schedule it cannot work with to the reason, for the error message.
+    """
+
+    name: str
+    title: str
+    build: Callable[[Context], Method]
+    keeps: str  # what stays between tasks, besides the network
+    paper: str = ""
+    year: int | None = None
+    settings: type = NoSettings
+    presets: Mapping[str, Mapping[str, Mapping[str, Any]]] = field(default_factory=dict)
+    refuses: Mapping[str, str] = field(default_factory=dict)
+    only_with: Mapping[str, tuple[str, Collection[Any]]] = field(default_factory=dict)  # as settings.ONLY_WITH
+    check: Callable[[Any], None] | None = None  # refuses values of its own settings
+    needs_old_data: Callable[[Any], bool] | None = None  # whether earlier tasks' samples are needed, by its settings
+    plan: Literal["one by one", "all at once"] = "one by one"

@@ -1,0 +1,28 @@
+"""Frozen features: the first task trains the network, later tasks train their head. What every method must beat."""
+
+from torch import nn
+
+from ness.lab.methods.base import Lesson, Method, MethodSpec, current_heads
+from ness.lab.nets.norms import hold_statistics
+
+
+class Frozen(Method):
+    """From the second task on only the task's head trains; stored BatchNorm statistics stay as they are."""
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """Everything in the first task, the head alone afterwards."""
+        return super().parameters(lesson) if lesson.task == 0 else current_heads(self.model, lesson)
+
+    def train_mode(self, lesson: Lesson) -> None:
+        """Training mode, except that BatchNorm stands still from the second task on."""
+        self.model.train()
+        if lesson.task > 0:
+            hold_statistics(self.model)
+
+
+METHOD = MethodSpec(
+    name="frozen",
+    title="Features of the first task, one head a task",
+    build=Frozen,
+    keeps="nothing",
+)

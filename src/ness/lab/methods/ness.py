@@ -1,0 +1,169 @@
+"""NESS: after the first task every layer learns only in the null space of what earlier tasks put into it."""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor, nn
+
+import ness
+from ness.errors import NessError, NessWarning
+from ness.lab.loader import Samples, fixed_order, together
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.nets.base import Network
+from ness.lab.settings import setting
+
+Rule = ness.Nuclear | ness.Frobenius | ness.Soft
+
+
+def rule_of(name: str, eps: float) -> Rule:
+    """The rule of a setting."""
+    if name == "frobenius":
+        return ness.Frobenius(eps)
+    return ness.Soft(ness.Nuclear(eps)) if name == "soft" else ness.Nuclear(eps)
+
+
+@dataclass(frozen=True)
+class NessSettings:
+    """What NESS adds to the training settings."""
+
+    eps: float = setting(1e-3, "ε₁: how small a singular value must be to count as null, as a share of the norm")
+    rule: Literal["nuclear", "frobenius", "soft"] = setting(
+        "nuclear", "the norm in τ = ε₁·‖I‖: the code's, the paper's text, or the code's with soft weights"
+    )
+    statistics: Literal["kept", "recomputed"] = setting(
+        "kept", "each task's Gram taken once after it, no data kept; or all old data passed through before each task"
+    )
+    history: Literal["all", "first"] = setting("all", "earlier tasks that are protected")
+    borders: Literal["apart", "mixed"] = setting("apart", "whether a batch of old data may span two tasks")
+
+
+class Ness(Method):
+    """W ← W + (U V)ᵀ with U the directions that earlier inputs hardly use (methods.md 7.2); the guard holds both."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.own: NessSettings = context.own
+        self.guard: ness.NullSpace = self._new_guard()
+
+    def _new_guard(self) -> "ness.NullSpace":
+        return ness.NullSpace(self.model, rule=rule_of(self.own.rule, self.own.eps), exclude=["heads"], norm="freeze")
+
+    def before_task(self, lesson: Lesson) -> None:
+        """Confines every layer of the backbone, from the second task on; the task's own head stays free."""
+        if lesson.task == 0:
+            return
+        if self.own.statistics == "recomputed":
+            self.guard = self._new_guard()
+            protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
+            self._observe(protected)
+        training = self.context.training
+        plain = training.optimizer in ("sgd", "sgdm") or (training.optimizer == "sam" and training.sam_tasks == "first")
+        self.guard.constrain(form="sgd" if plain else "any")
+        if not any(row.rank for row in self.guard.certificate().rows):
+            warnings.warn(
+                f"task {lesson.task + 1}: rule {self.own.rule} with eps {self.own.eps:g} leaves rank 0 in every layer, "
+                "so only the head trains; raise --eps",
+                NessWarning,
+                stacklevel=2,
+            )
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """Everything in the first task; afterwards the layers' updates (V) and the head."""
+        return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
+
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Merges the update into plain weights and takes this task's Grams; says what every layer may have lost."""
+        notes: dict[str, Any] = {}
+        if lesson.task > 0:
+            self.guard.merge()
+            notes["certificate"] = [certificate_row(row) for row in self.guard.certificate().rows]
+        last = lesson.task == self.context.tasks - 1
+        wanted = self.own.history == "all" or lesson.task == 0
+        if self.own.statistics == "kept" and wanted and not last:
+            self._observe((lesson.train,))
+        return notes
+
+    def _observe(self, tasks: tuple[Samples, ...]) -> None:
+        batches = observed(tasks, self.context.training.batch, mixed=self.own.borders == "mixed")
+        self.guard.observe(batches, forward=features_of)
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The guard: Grams, bases and updates."""
+        return self.guard.state()
+
+    def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Puts the guard back, constrained if it was."""
+        self.guard.load_state(tensors, manifest)
+
+
+def features_of(model: nn.Module, images: Tensor) -> Tensor:
+    """The pass that is observed: the shared layers; heads are each task's own."""
+    assert isinstance(model, Network)
+    return model.features(images)
+
+
+def observed(tasks: tuple[Samples, ...], size: int, *, mixed: bool) -> Iterator[Tensor]:
+    """Images of tasks in batches: task by task in a fixed random order, or stored order across borders.
+
+    The order matters only where BatchNorm uses the statistics of the batch.
+    """
+    if mixed:
+        every = together(tasks)
+        yield from (batch.images for batch in every.batches(every.stored_order(), size))
+        return
+    for samples in tasks:
+        order = fixed_order(len(samples), samples.task, "train", samples.labels.device)
+        yield from (batch.images for batch in samples.batches(order, size))
+
+
+def certificate_row(row: Any) -> dict[str, Any]:
+    """What a record keeps of a layer's certificate."""
+    return {
+        "name": row.name,
+        "fan_in": row.fan_in,
+        "rank": row.rank,
+        "bound": row.bound,
+        "rms_drift": row.rms_drift,
+        "relative_drift": row.relative_drift,
+    }
+
+
+def check(settings: Any) -> None:
+    """Refuses an ε₁ that is no share, and mixed borders without old data."""
+    if not 0 < settings.eps < 1:
+        raise NessError(f"eps is {settings.eps}, expected a share between 0 and 1, e.g. 1e-3")
+
+
+# methods.md 7.5, 21 and 24; epochs, patience and the like are the benchmarks'.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fixed": {
+        "digits": {"eps": 2e-3},
+        "cifar100": {"eps": 1e-3, "weight_decay": 1e-4, "lr": 0.005},
+        "cifar100/sam": {"lr": 0.05},
+        "five-datasets": {"eps": 1e-3, "weight_decay": 5e-5, "lr": 0.05},
+        "five-datasets/sam": {"lr": 0.1},
+        "mini-imagenet": {"eps": 5e-4, "weight_decay": 1e-5, "lr": 0.01},
+        "mini-imagenet/sam": {"lr": 0.1},
+    },
+    "reference": {
+        "*": {"statistics": "recomputed", "borders": "mixed", "sam_tasks": "first"},
+        "five-datasets": {"history": "first"},
+    },
+    "paper": {"*": {"rule": "frobenius", "statistics": "recomputed"}},
+}
+
+METHOD = MethodSpec(
+    name="ness",
+    title="Learns in the null space of earlier inputs",
+    build=Ness,
+    keeps="one Gram a layer (d × d); all old data with --statistics recomputed",
+    paper="Pham et al., Learning in the Null Space",
+    year=2026,
+    settings=NessSettings,
+    presets=PRESETS,
+    only_with={"borders": ("statistics", ("recomputed",))},
+    check=check,
+    needs_old_data=lambda own: bool(own.statistics == "recomputed"),
+)

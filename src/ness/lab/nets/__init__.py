@@ -1,0 +1,1 @@
+"""The networks of the benchmarks, one file each; what a module lists in NETWORKS is found by its name."""

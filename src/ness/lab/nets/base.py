@@ -1,0 +1,99 @@
+"""What a network of the laboratory is: shared features, one head a task, weights drawn from the run's generator."""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Generator, Tensor, nn
+
+from ness.errors import NessError
+from ness.lab.nets.dropout import Dropout
+
+Norms = Literal["batch", "stored"]
+
+
+class Network(nn.Module, ABC):
+    """Shared layers and one bias-free head a task: `net(x, t)` is `net.heads[t](net.features(x))`."""
+
+    heads: nn.ModuleList
+
+    @abstractmethod
+    def features(self, x: Tensor) -> Tensor:
+        """What all heads read, (n, width), from images (n, c, h, w)."""
+
+    def forward(self, x: Tensor, task: int) -> Tensor:
+        """Logits (n, classes of the task)."""
+        logits: Tensor = self.heads[task](self.features(x))
+        return logits
+
+
+@dataclass(frozen=True)
+class NetworkSpec:
+    """A named network: how it is built for images of a shape, the classes of each task and a BatchNorm policy."""
+
+    name: str
+    title: str
+    build: Callable[[tuple[int, ...], Sequence[int], Norms], Network]
+
+
+def heads(width: int, classes: Sequence[int]) -> nn.ModuleList:
+    """One bias-free linear layer a task on features of that width."""
+    return nn.ModuleList(nn.Linear(width, count, bias=False) for count in classes)
+
+
+def norm1d(width: int, norms: Norms) -> nn.BatchNorm1d:
+    """BatchNorm after a linear layer; see `norm2d` for the policies."""
+    return nn.BatchNorm1d(width, track_running_stats=norms == "stored")
+
+
+def norm2d(width: int, norms: Norms) -> nn.BatchNorm2d:
+    """BatchNorm after a convolution.
+
+    "batch": the statistics of the batch, at training and at test, as in the lineage; accuracy depends on who shares
+    a test batch. "stored": running statistics of training at test; accuracy does not depend on the test batch.
+    """
+    return nn.BatchNorm2d(width, track_running_stats=norms == "stored")
+
+
+def build(
+    spec: NetworkSpec,
+    shape: tuple[int, ...],
+    classes: Sequence[int],
+    norms: Norms,
+    *,
+    weights: Generator,
+    dropout: Generator,
+    device: torch.device,
+) -> Network:
+    """The network on `device`: initial weights from `weights` (a CPU generator), dropout masks from `dropout`.
+
+    Torch's global generator is neither used nor moved.
+    """
+    with torch.device("meta"):
+        network = spec.build(shape, classes, norms)
+    network.to_empty(device="cpu")
+    initialise(network, weights)
+    for module in network.modules():
+        if isinstance(module, Dropout):
+            module.generator = dropout
+    return network.to(device)
+
+
+def initialise(network: nn.Module, generator: Generator) -> None:
+    """Torch's default start, U(±1/√d) for weights and biases and γ = 1, β = 0, drawn in module order."""
+    for name, module in network.named_modules():
+        if isinstance(module, nn.Linear | nn.Conv2d):
+            nn.init.kaiming_uniform_(module.weight, a=math.sqrt(5), generator=generator)
+            if module.bias is not None:
+                bound = 1 / math.sqrt(module.weight[0].numel())
+                nn.init.uniform_(module.bias, -bound, bound, generator=generator)
+        elif isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d):
+            module.reset_parameters()
+        elif next(module.parameters(recurse=False), None) is not None:
+            raise NessError(
+                f"{name!r} is a {type(module).__name__} with parameters; initial weights are known for Linear, "
+                "Conv2d and BatchNorm: teach nets.base.initialise the new kind"
+            )

@@ -1,0 +1,46 @@
+"""One training step: tensors in, the loss out, nothing read on the host, so that it can be captured in a graph."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Generator, Tensor, nn
+from torch.optim import Optimizer
+
+from ness.lab.loader import Clock, Samples, mixed_up
+from ness.lab.methods.base import Method, clear
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What differs from step to step, as tensors on the device."""
+
+    index: Tensor  # (n,) which samples
+    lr: Tensor  # one number
+    share: Tensor | None  # one number, with mix-up
+    clock: Clock
+
+
+@dataclass(frozen=True)
+class Step:
+    """The step of one task; the same objects for all its steps, so their memory stays where a graph found it."""
+
+    method: Method
+    samples: Samples
+    trained: Sequence[nn.Parameter]
+    optimizer: Optimizer
+    lr: Tensor  # what the optimizer reads
+    random: Generator
+    sam: bool
+
+    def __call__(self, inputs: Inputs) -> Tensor:
+        """Learns from the samples at `inputs.index`; the loss before the step, detached."""
+        self.lr.copy_(inputs.lr)
+        batch = replace(self.samples.take(inputs.index), clock=inputs.clock)
+        if inputs.share is not None:
+            batch = mixed_up(batch, inputs.share, self.random)
+        clear(self.trained)
+        loss = self.method.gradients(batch, self.trained, sam=self.sam)
+        self.method.after_backward(batch)
+        self.optimizer.step()
+        self.method.after_step(batch)
+        return loss.detach()

@@ -1,0 +1,226 @@
+"""The loop: task after task, epoch after epoch, in units after which everything can be saved and taken up again."""
+
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ness.errors import NessError
+from ness.lab.evaluate import evaluate
+from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
+from ness.lab.loader import Samples, SplitName, fixed_order, on_device, together
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
+from ness.lab.nets.base import NetworkSpec, build
+from ness.lab.seeds import Randomness
+from ness.lab.settings import Training, part_of
+from ness.lab.step import Inputs
+from ness.lab.streams.base import Stream
+
+Matrix = list[list[float | None]]  # A[t][i]: test accuracy of task i after task t, in percent
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened, for the log and the display: "task", "epoch" or "learnt"."""
+
+    kind: str
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Trainer:
+    """One seed of one setting, from the first task to the last.
+
+    `advance` does one unit of work (begin a task, one epoch, finish a task) and says what happened; between units
+    `state` is all there is to save. `begin`, `open_epoch`, `close_epoch` and `finish` are the units in parts, for
+    whoever runs several trainers side by side.
+    """
+
+    def __init__(
+        self,
+        method: MethodSpec,
+        network: NetworkSpec,
+        stream: Stream,
+        settings: Any,
+        seed: int,
+        device: torch.device | None = None,
+    ) -> None:
+        self.device = device or torch.device("cpu")
+        self.spec, self.stream = method, stream
+        self.training: Training = part_of(settings, Training)
+        self.random = Randomness.of(seed, self.device)
+        model = build(
+            network,
+            stream.shape,
+            [task.classes for task in stream.tasks],
+            self.training.norm,
+            weights=self.random.weights,
+            dropout=self.random.step,
+            device=self.device,
+        )
+        own = part_of(settings, method.settings)
+        self.context = Context(model, self.training, own, len(stream), self.random, self.device)
+        self.method: Method = method.build(self.context)
+        self.data = {
+            split: [on_device(getattr(task, split), task, i, self.device) for i, task in enumerate(stream.tasks)]
+            for split in ("train", "valid", "test")
+        }
+        together_now = method.plan == "all at once"
+        every = tuple(range(len(stream)))
+        self.lessons: tuple[tuple[int, ...], ...] = (every,) if together_now else tuple((task,) for task in every)
+        self.old_data = method.needs_old_data is not None and method.needs_old_data(own)
+        self.at = 0  # lessons finished
+        self.learning: Learning | None = None
+        self.start: Tensors = {}  # the model when the current task began
+        self.matrix: Matrix = []
+        self.epochs: list[int] = []
+        self.seconds: list[float] = []
+        self.notes: list[dict[str, Any]] = []  # what the method said about each task
+
+    @property
+    def done(self) -> bool:
+        """Whether every task has been learnt."""
+        return self.at == len(self.lessons)
+
+    def advance(self) -> Event:
+        """One unit of work."""
+        began = time.perf_counter()
+        if self.learning is None:
+            event = self.begin()
+        elif self.learning.over:
+            return self.finish(began)
+        else:
+            event = self._epoch()
+        self._current().seconds += time.perf_counter() - began
+        return event
+
+    def begin(self) -> Event:
+        """Starts the next task."""
+        lesson = self._lesson()
+        self.start = copies(live_tensors(self.method, ()))
+        open_for(self.context.model, lesson)
+        self.method.before_task(lesson)
+        self.learning = Learning(self.method, lesson, self.context)
+        trained = sum(parameter.numel() for parameter in self.learning.trained)
+        return Event("task", {"task": lesson.task, "name": self._name(), "trained": trained})
+
+    def _lesson(self) -> Lesson:
+        tasks = self.lessons[self.at]
+        train = self.data["train"]
+        earlier = tuple(train[: tasks[0]]) if self.old_data else ()
+        return Lesson(tasks, together([train[task] for task in tasks]), earlier)
+
+    def _name(self) -> str:
+        tasks = self.lessons[self.at]
+        return self.stream.tasks[tasks[0]].name if len(tasks) == 1 else "all tasks"
+
+    def _epoch(self) -> Event:
+        loss = torch.zeros((), device=self.device)
+        inputs = self.open_epoch()
+        for each in inputs:
+            loss += self._current().step(each)
+        return self.close_epoch(loss / len(inputs))
+
+    def open_epoch(self) -> list[Inputs]:
+        """Puts the model in training mode and draws the epoch's steps; run them with `learning.step`, in this order."""
+        learning = self._current()
+        self.method.train_mode(learning.lesson)
+        return learning.inputs()
+
+    def close_epoch(self, loss: torch.Tensor) -> Event:
+        """Validates, moves the schedule, reports; the one place of an epoch that reads numbers on the host."""
+        learning = self._current()
+        pairs = [self._evaluate(task, "valid") for task in learning.lesson.tasks]
+        valid, accuracy = torch.stack([torch.stack(pair) for pair in pairs]).mean(0).tolist()
+        facts = {
+            "task": learning.lesson.task,
+            "epoch": learning.epoch + 1,
+            "lr": float(learning.step.lr),
+            "loss": float(loss),
+            "valid_loss": valid,
+            "valid_accuracy": accuracy,
+        }
+        if not (math.isfinite(facts["loss"]) and math.isfinite(valid)):
+            raise NessError(
+                f"task {learning.lesson.task + 1}, epoch {facts['epoch']}: the training loss is {facts['loss']}, the "
+                f"validation loss {valid}; training diverged: lower --lr"
+            )
+        learning.judge(valid)
+        return Event("epoch", facts)
+
+    def finish(self, began: float) -> Event:
+        """Ends a task: best weights in place, the method's own end of task, and a row of the accuracy matrix."""
+        learning = self._current()
+        learning.finish()
+        notes = dict(self.method.after_task(learning.lesson))
+        row: list[float | None] = [None] * len(self.stream)
+        seen = learning.lesson.tasks[-1] + 1
+        for task in range(seen):
+            self.method.use(task)
+            row[task] = float(self._evaluate(task, "test")[1])
+        self.method.use(seen - 1)
+        learning.seconds += time.perf_counter() - began
+        facts = {
+            "task": learning.lesson.task,
+            "name": self._name(),
+            "epochs": learning.epoch,
+            "accuracy": row[:seen],
+            "seconds": learning.seconds,
+            **({"notes": notes} if notes else {}),
+        }
+        self.matrix.append(row)
+        self.epochs.append(learning.epoch)
+        self.seconds.append(learning.seconds)
+        self.notes.append(notes)
+        self.at += 1
+        self.learning, self.start = None, {}
+        return Event("learnt", facts)
+
+    def _evaluate(self, task: int, split: SplitName) -> tuple[torch.Tensor, torch.Tensor]:
+        samples: Samples = self.data[split][task]
+        return evaluate(self.method, samples, fixed_order(len(samples), task, split, self.device))
+
+    def _current(self) -> Learning:
+        assert self.learning is not None
+        return self.learning
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Everything a later process needs to go on, bit for bit: tensors by name, and JSON."""
+        method, method_json = self.method.state()
+        random, host = self.random.state()
+        learning, learning_json = ({}, None) if self.learning is None else self.learning.state()
+        live = live_tensors(self.method, self.learning.trained if self.learning else ())
+        parts = {"live": live, "start": self.start, "method": method, "random": random, "learning": learning}
+        tensors = {f"{part}/{name}": value.detach() for part, held in parts.items() for name, value in held.items()}
+        manifest = {
+            "at": self.at,
+            "learning": learning_json,
+            "method": method_json,
+            "host": host,
+            "matrix": self.matrix,
+            "epochs": self.epochs,
+            "seconds": self.seconds,
+            "notes": self.notes,
+        }
+        return tensors, manifest
+
+    def load_state(self, tensors: Tensors, manifest: dict[str, Any]) -> None:
+        """Puts a new trainer of the same settings where `state` was taken."""
+        parts: dict[str, Tensors] = {part: {} for part in ("live", "start", "method", "random", "learning")}
+        for key, value in tensors.items():
+            part, name = key.split("/", 1)
+            parts[part][name] = value
+        self.at, self.matrix = manifest["at"], manifest["matrix"]
+        self.epochs, self.seconds, self.notes = manifest["epochs"], manifest["seconds"], manifest["notes"]
+        in_task = manifest["learning"] is not None
+        copy_into(live_tensors(self.method, ()), parts["start"] if in_task else parts["live"])
+        if in_task:
+            open_for(self.context.model, self._lesson())
+        self.method.load_state(parts["method"], manifest["method"])
+        if in_task:
+            self.start = copies({name: value.to(self.device) for name, value in parts["start"].items()})
+            self.learning = Learning(self.method, self._lesson(), self.context)
+            copy_into(self.learning.live, parts["live"])
+            self.learning.load_state(parts["learning"], manifest["learning"])
+        self.random.load_state(parts["random"], manifest["host"])

@@ -1,0 +1,222 @@
+"""The loop: what trains, that it repeats, that it can be cut anywhere and taken up bit for bit."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tiny
+from ness import NessError
+from ness.lab import checkpoint, registry
+from ness.lab.methods.base import Method, MethodSpec
+
+METHODS = sorted(registry.all_methods())
+VARIANTS = {
+    "sgdm": {},
+    "sam": {"optimizer": "sam"},
+    "adamw": {"optimizer": "adamw", "lr": 0.01},
+    "cosine and mix-up": {"schedule": "cosine", "mixup": 0.4},
+    "stored norms": {"norm": "stored"},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_taken_up_at_every_point_it_ends_bit_equal(method: str, tmp_path: Path) -> None:
+    whole = tiny.trainer(method)
+    cuts = []
+    while not whole.done:
+        whole.advance()
+        tensors, manifest = whole.state()
+        cuts.append(checkpoint.write(_folder(tmp_path, len(cuts)), tensors, manifest))
+    assert len(cuts) > 4
+    for cut in cuts:
+        torch.manual_seed(len(cuts))  # the global generator is nobody's business
+        later = tiny.trainer(method)
+        later.load_state(*checkpoint.read(cut))
+        assert tiny.same(tiny.to_the_end(later), whole), f"cut at {cut}"
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", ["finetune", "ness"])
+def test_taken_up_in_the_middle_of_a_task_with_every_optimizer(method: str, variant: str, tmp_path: Path) -> None:
+    changes = VARIANTS[variant]
+    whole = tiny.trainer(method, **changes)
+    for _ in range(8):  # the second task, after an epoch or two
+        whole.advance()
+    assert whole.learning is not None
+    assert (whole.at, whole.learning.epoch > 0) == (1, True)
+    tensors, manifest = whole.state()
+    cut = checkpoint.write(tmp_path, tensors, manifest)
+    tiny.to_the_end(whole)
+    later = tiny.trainer(method, **changes)
+    later.load_state(*checkpoint.read(cut))
+    assert tiny.same(tiny.to_the_end(later), whole)
+
+
+def _folder(base: Path, number: int) -> Path:
+    folder = base / str(number)
+    folder.mkdir()
+    return folder
+
+
+@pytest.mark.parametrize("method", ["finetune", "joint", "ness"])
+def test_a_seed_gives_the_same_alone_and_beside_others(method: str) -> None:
+    alone = [tiny.to_the_end(tiny.trainer(method, seed, mixup=0.0)) for seed in (1, 2)]
+    before = torch.random.get_rng_state()
+    beside = [tiny.trainer(method, seed) for seed in (1, 2)]
+    while not all(one.done for one in beside):
+        for one in beside:
+            if not one.done:
+                one.advance()
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(tiny.same(one, other) for one, other in zip(alone, beside, strict=True))
+    assert not tiny.same(*alone)
+
+
+def test_steps_of_two_runs_interleaved_within_an_epoch() -> None:
+    """The units in parts, as lanes use them."""
+    alone = [tiny.to_the_end(tiny.trainer("finetune", seed, epochs=1)) for seed in (1, 2)]
+    lanes = [tiny.trainer("finetune", seed, epochs=1) for seed in (1, 2)]
+    for _ in range(3):
+        for lane in lanes:
+            lane.advance()
+        plans = [lane.open_epoch() for lane in lanes]
+        losses = [torch.zeros(()) for _ in lanes]
+        for steps in zip(*plans, strict=True):
+            for lane, loss, inputs in zip(lanes, losses, steps, strict=True):
+                assert lane.learning is not None
+                loss += lane.learning.step(inputs)
+        for lane, loss in zip(lanes, losses, strict=True):
+            lane.close_epoch(loss)
+            lane.advance()
+    assert all(tiny.same(one, other) for one, other in zip(alone, lanes, strict=True))
+
+
+class NoHostReads(TorchDispatchMode):
+    """Fails on whatever would make the host wait for the device."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func._schema.name not in (
+            "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal",
+        ), f"{func} inside a step reads a tensor on the host"  # fmt: skip
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("method", METHODS)
+def test_a_step_reads_nothing_on_the_host(method: str, variant: str) -> None:
+    changes = VARIANTS[variant]
+    if method == "joint":
+        changes = {name: value for name, value in changes.items() if name != "mixup"}
+    one = tiny.trainer(method, epochs=1, **changes)
+    while one.at < len(one.lessons) - 1:
+        one.advance()
+    one.advance()
+    assert one.learning is not None
+    for inputs in one.open_epoch():
+        with NoHostReads():
+            one.learning.step(inputs)
+
+
+def test_other_heads_get_neither_gradient_nor_decay() -> None:
+    one = tiny.trainer("finetune", weight_decay=0.1)
+    start = [head.weight.detach().clone() for head in one.context.model.heads]
+    for _ in range(3):
+        one.advance()
+    assert not torch.equal(one.context.model.heads[0].weight, start[0])
+    for head, value in list(zip(one.context.model.heads, start, strict=True))[1:]:
+        assert torch.equal(head.weight, value)
+        assert head.weight.grad is None
+
+
+def test_the_best_validation_weights_are_put_back() -> None:
+    one = tiny.trainer("finetune", epochs=12, lr=0.3, patience=12)
+    kept, best = {}, float("inf")
+    one.advance()
+    while one.learning is not None and not one.learning.over:
+        facts = one.advance().facts
+        if facts["valid_loss"] < best:
+            best = facts["valid_loss"]
+            kept = {name: value.clone() for name, value in one.context.model.state_dict().items()}
+    last = {name: value.clone() for name, value in one.context.model.state_dict().items()}
+    one.advance()
+    found = one.context.model.state_dict()
+    assert all(torch.equal(found[name], kept[name]) for name in kept)
+    assert any(not torch.equal(found[name], last[name]) for name in last)  # the last epoch was not the best
+
+
+def test_cosine_keeps_the_last_weights_and_runs_all_epochs() -> None:
+    one = tiny.trainer("finetune", epochs=6, lr=0.3, schedule="cosine")
+    for _ in range(7):
+        one.advance()
+    last = {name: value.clone() for name, value in one.context.model.state_dict().items()}
+    one.advance()
+    assert one.epochs == [6]
+    assert all(torch.equal(value, last[name]) for name, value in one.context.model.state_dict().items())
+
+
+def test_sam_in_the_first_task_only_is_another_run_and_plain_sgd_afterwards() -> None:
+    every, first = (tiny.trainer("finetune", optimizer="sam", sam_tasks=tasks) for tasks in ("all", "first"))
+    for one in (every, first):
+        while one.at < 1:
+            one.advance()
+    assert tiny.same(every, first)  # alike until the first task is learnt
+    every.advance()
+    first.advance()
+    assert every.learning is not None
+    assert first.learning is not None
+    assert (every.learning.step.sam, first.learning.step.sam) == (True, False)
+
+
+def test_a_diverged_run_says_so() -> None:
+    one = tiny.trainer("finetune", lr=1e25)
+    with pytest.raises(NessError, match="diverged: lower --lr"):
+        tiny.to_the_end(one)
+
+
+def test_old_data_is_handed_only_to_methods_that_say_they_need_it() -> None:
+    seen: list[int] = []
+
+    class Curious(Method):
+        def before_task(self, lesson):
+            seen.append(len(lesson.earlier))
+
+    for needs in (None, lambda own: True):
+        tiny.to_the_end(
+            tiny.trainer(MethodSpec("curious", "for tests", Curious, "nothing", needs_old_data=needs), epochs=1)
+        )
+    assert seen == [0, 0, 0, 0, 1, 2]
+
+
+def test_a_method_hooks_in_where_the_contract_says() -> None:
+    calls: list[str] = []
+
+    class Loud(Method):
+        def before_task(self, lesson):
+            calls.append("before")
+
+        def loss(self, batch):
+            calls.append("loss")
+            assert batch.clock is not None
+            return super().loss(batch)
+
+        def after_backward(self, batch):
+            assert self.model.heads[batch.task].weight.grad is not None
+            calls.append("backward")
+
+        def after_step(self, batch):
+            calls.append("step")
+
+        def after_task(self, lesson):
+            calls.append("after")
+            return {"said": lesson.task}
+
+        def use(self, task):
+            calls.append(f"use {task}")
+
+    one = tiny.to_the_end(tiny.trainer(MethodSpec("loud", "for tests", Loud, "nothing"), epochs=1, batch=28))
+    first = ["before", *["loss", "backward", "step"] * 2, "after", "use 0", "use 0"]
+    assert calls[: len(first)] == first
+    assert calls[-5:] == ["after", "use 0", "use 1", "use 2", "use 2"]
+    assert one.notes == [{"said": 0}, {"said": 1}, {"said": 2}]
