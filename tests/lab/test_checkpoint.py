@@ -33,6 +33,16 @@ def test_views_of_one_storage_are_written_apart(tmp_path: Path) -> None:
     assert torch.equal(tensors["t"], base.view(2, 2).T)
 
 
+def test_the_layout_in_memory_is_kept_because_products_may_round_by_it(tmp_path: Path) -> None:
+    columns = torch.arange(12.0).reshape(3, 4).T
+    tensors, _ = checkpoint.read(
+        checkpoint.write(tmp_path, {"t": columns, "part": columns[:2], "e": torch.ones(1).expand(3)}, {})
+    )
+    assert torch.equal(tensors["t"], columns)
+    assert (tensors["t"].stride(), tensors["part"].stride()) == ((1, 4), (1, 4))
+    assert torch.equal(tensors["e"], torch.ones(3))
+
+
 def test_the_last_two_are_kept_in_order(tmp_path: Path) -> None:
     for number in range(12):
         checkpoint.write(tmp_path, {}, {"number": number})

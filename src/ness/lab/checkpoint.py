@@ -28,7 +28,11 @@ def write(folder: Path, tensors: Mapping[str, Tensor], manifest: Mapping[str, An
     number = int(found[-1].stem.rpartition("-")[2]) + 1 if found else 1
     target = folder / f"checkpoint-{number:06d}.safetensors"
     held = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
-    metadata = {"manifest": json.dumps(manifest), "checksum": str(checksum(held))}
+    metadata = {
+        "manifest": json.dumps(manifest),
+        "checksum": str(checksum(held)),
+        "strides": json.dumps({name: tensor.stride() for name, tensor in tensors.items() if _has_a_layout(tensor)}),
+    }
     temporary = folder / f".{target.name}.{os.getpid()}.tmp"
     try:
         save_file(held, temporary, metadata)
@@ -53,10 +57,14 @@ def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
         manifest = json.loads(metadata["manifest"])
         sound = int(metadata["checksum"]) == checksum(tensors)
+        strides: dict[str, list[int]] = json.loads(metadata["strides"])
     except (OSError, SafetensorError, KeyError, ValueError) as error:
         raise NessError(f"{path} cannot be read ({_reason(error)}): it is damaged") from error
     if not sound:
         raise NessError(f"{path} does not match its checksum: it is damaged")
+    for name, stride in strides.items():
+        laid_out = torch.empty_strided(tensors[name].shape, stride, dtype=tensors[name].dtype)
+        tensors[name] = laid_out.copy_(tensors[name])
     return tensors, manifest
 
 
@@ -78,6 +86,11 @@ def checksum(tensors: Mapping[str, Tensor]) -> int:
 def raw_bytes(tensor: Tensor) -> memoryview:
     """The bytes of a CPU tensor, without a copy where it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def _has_a_layout(tensor: Tensor) -> bool:
+    """Whether the order of its numbers in memory is part of a tensor: a product can round otherwise in another one."""
+    return not tensor.is_contiguous() and 0 not in tensor.stride()
 
 
 def replace_durably(temporary: Path, target: Path) -> None:

@@ -100,6 +100,7 @@ class Trainer:
         lesson = self._lesson()
         self.start = copies(live_tensors(self.method, ()))
         open_for(self.context.model, lesson)
+        self.context.model.eval()
         self.method.before_task(lesson)
         self.learning = Learning(self.method, lesson, self.context)
         trained = sum(parameter.numel() for parameter in self.learning.trained)
@@ -153,6 +154,7 @@ class Trainer:
         """Ends a task: best weights in place, the method's own end of task, and a row of the accuracy matrix."""
         learning = self._current()
         learning.finish()
+        self.context.model.eval()
         notes = dict(self.method.after_task(learning.lesson))
         row: list[float | None] = [None] * len(self.stream)
         seen = learning.lesson.tasks[-1] + 1

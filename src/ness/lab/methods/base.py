@@ -64,7 +64,10 @@ class Method:
         self.model = context.model
 
     def before_task(self, lesson: Lesson) -> None:
-        """Gets ready for a task; the model is as the last task left it, all trainable but other tasks' heads."""
+        """Gets ready for a task.
+
+        The model is as the last task left it, in eval mode, all trainable but other tasks' heads.
+        """
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """What trains in this task; everything else gets neither gradient nor weight decay."""
@@ -105,7 +108,10 @@ class Method:
         """Changes parameters after the optimizer's step: clamps."""
 
     def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
-        """Takes what must be kept of a task whose best weights are in place; returns what the record should say."""
+        """Takes what must be kept of a task; returns what the record should say.
+
+        The best weights are in place, the model is in eval mode.
+        """
         return {}
 
     def use(self, task: int) -> None:
