@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help test test-slow test-real test-transformers lint types bench clean
+.PHONY: help run test test-kill test-slow test-real test-transformers lint types bench clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -15,11 +15,18 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
 	touch $@
 
+run: $(VENV)/.ready             ## train finetune, frozen and ness on real digits, print the table, write the report
+	$(BIN)/python -m ness table --benchmark digits --methods finetune frozen ness --seeds 1 2 3
+	@$(BIN)/python -m ness report runs/
+
 test: $(VENV)/.ready            ## set everything up and run the tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "not slow and not real and not transformers"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "not slow and not kill and not real and not transformers"
 
 test-slow: $(VENV)/.ready       ## the checks that take minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow
+
+test-kill: $(VENV)/.ready       ## kill real runs (SIGKILL) at random moments and take them up again
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m kill
 
 test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folder)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m real

@@ -1,0 +1,8 @@
+"""`python -m ness` is the command `ness`."""
+
+import sys
+
+from ness.cli import main
+
+if __name__ == "__main__":
+    sys.exit(main())

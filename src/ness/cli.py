@@ -1,0 +1,87 @@
+"""The command line: `ness run | table | report | list | data`, and what a mistake looks like."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from ness._version import __version__
+from ness.errors import NessError
+
+USAGE = """usage: ness COMMAND [OPTIONS]
+
+Continual learning without forgetting: train task after task, and see what was kept.
+
+  run      train a method on a benchmark             ness run --benchmark digits --method ness
+  table    train several methods, print the table    ness table --benchmark digits --methods finetune ness
+  report   tables and figures of finished runs       ness report runs/
+  list     what there is                             ness list methods | benchmarks
+  data     the data sets                             ness data list | get | check
+
+`ness COMMAND --help` says more. Exit codes: 0 done, 2 wrong use, 1 failed.
+"""
+
+# command -> the module whose `main(argv) -> int` carries it out, imported when it is needed
+COMMANDS = {
+    "run": "ness.lab.commands.run",
+    "table": "ness.lab.commands.table",
+    "report": "ness.report.command",
+    "list": "ness.lab.commands.list",
+    "data": "ness.lab.data.command",
+}
+
+
+class WrongUse(NessError):
+    """A command that was not understood: exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; a user's mistake is one line, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(arguments)
+    except WrongUse as error:
+        return _fail(str(error), 2)
+    except NessError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        return _fail("interrupted; the same command goes on from the last checkpoint", 1)
+    except SystemExit as exit:  # the argument parser's own: 0 after --help, 2 after a mistake
+        return exit.code if isinstance(exit.code, int) else 1
+    except BrokenPipeError:  # the reader of a pipe left, e.g. `| head`
+        sys.stderr.close()
+        return 1
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Finds the command and hands it the rest."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        (sys.stdout if arguments else sys.stderr).write(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        sys.stdout.write(f"ness {__version__}\n")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        from ness.lab.settings import nearest
+
+        raise WrongUse(f"no command is called {name!r}; there are {', '.join(COMMANDS)}.{nearest(name, COMMANDS)}")
+    return command(name)(rest)
+
+
+def command(name: str) -> Callable[[list[str]], int]:
+    """The `main` of a command."""
+    try:
+        found: Callable[[list[str]], int] = import_module(COMMANDS[name]).main
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("ness."):
+            raise WrongUse(f"`ness {name}` is not part of this installation ({error.name} is missing)") from error
+        raise NessError(
+            f"`ness {name}` needs the package {error.name}, which is not installed; "
+            "install the laboratory: pip install 'ness-cl[lab]'"
+        ) from error
+    return found
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"ness: {message}\n")
+    return code

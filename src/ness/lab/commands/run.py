@@ -1,0 +1,53 @@
+"""`ness run`: one method on one benchmark, one run a seed."""
+
+import sys
+from dataclasses import dataclass
+
+from ness.cli import WrongUse
+from ness.errors import NessError
+from ness.lab.commands.arguments import Common, parse
+from ness.lab.commands.display import display
+from ness.lab.grid import run_all
+from ness.lab.jobs import resolve
+from ness.lab.settings import setting
+from ness.report.formats import text
+from ness.report.records import from_result
+from ness.report.table import rows
+
+ABOUT = """Train a method on a benchmark, task after task.
+
+A finished run is not run again; one that was cut short goes on.
+
+Examples: ness run --benchmark digits --method ness ·
+ness run --method ness --seeds 1 2 3 --eps 1e-3 --lr 0.01 --optimizer sgdm ·
+ness run --config settings.toml --device cuda"""
+
+
+@dataclass(frozen=True)
+class RunArguments(Common):
+    """The command's own flags."""
+
+    method: str = setting("ness", "see `ness list methods`")
+
+
+def main(argv: list[str]) -> int:
+    """Runs every seed; the table goes to standard output, everything else to standard error."""
+    request = parse(argv, RunArguments, None, ABOUT, "ness run")
+    own = request.own
+    try:
+        job = resolve(own.method, own.benchmark, own.preset, request.changes)
+    except NessError as error:
+        raise WrongUse(str(error)) from error
+    options = request.options()
+    with display(own.quiet, len(own.seeds)) as shown:
+        grid = run_all([(job, seed) for seed in own.seeds], options, shown.listener)
+    for outcome in grid.outcomes:
+        said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[
+            outcome.how
+        ]
+        sys.stderr.write(f"{outcome.folder}: {said}\n")
+    for name, reason in grid.failures.items():
+        sys.stderr.write(f"ness: {name}: {reason}\n")
+    if grid.outcomes:
+        sys.stdout.write(text(rows([from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes])))
+    return 1 if grid.failures else 0

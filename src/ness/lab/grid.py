@@ -1,0 +1,50 @@
+"""A table of runs: every method with every seed, one after another; what is finished is not run again."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ness.errors import NessError
+from ness.lab import registry
+from ness.lab.jobs import Job, resolve, settings_type
+from ness.lab.run import Listener, Options, Outcome, run
+from ness.lab.settings import nearest
+
+
+@dataclass
+class Grid:
+    """What came of a table of runs: outcomes in order, and what failed by name of the run."""
+
+    outcomes: list[Outcome] = field(default_factory=list)
+    failures: dict[str, str] = field(default_factory=dict)
+
+
+def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[str, Any]) -> list[Job]:
+    """One job a method; a change reaches the methods that have the setting, and at least one must have it."""
+    known = registry.all_methods()
+    bench = registry.find("benchmark", benchmark, registry.all_benchmarks())
+    names = sorted(known) if list(methods) == ["all"] else list(methods)
+    fields = {
+        name: {item.name for item in dataclasses.fields(settings_type(registry.find("method", name, known), bench))}
+        for name in names
+    }
+    every = set().union(*fields.values())
+    for change in changes:
+        if change not in every:
+            raise NessError(f"none of {', '.join(names)} has a setting {change!r}.{nearest(change, every)}")
+    return [
+        resolve(name, benchmark, preset, {key: value for key, value in changes.items() if key in fields[name]})
+        for name in names
+    ]
+
+
+def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callable[[Job, int], Listener]) -> Grid:
+    """Runs each job with its seed; one that fails is noted and the others go on."""
+    grid = Grid()
+    for job, seed in work:
+        try:
+            grid.outcomes.append(run(job, seed, options, listener(job, seed)))
+        except NessError as error:
+            grid.failures[f"{job.method.name} on {job.benchmark.name}, seed {seed}"] = str(error)
+    return grid

@@ -1,0 +1,179 @@
+"""One run: a job and a seed in a folder of their own, finished once, taken up again wherever it was cut short."""
+
+import time
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from safetensors.torch import save_file
+
+import ness
+from ness.errors import NessError
+from ness.lab import checkpoint, environment, registry
+from ness.lab.checkpoint import write_json
+from ness.lab.folder import RunFolder
+from ness.lab.jobs import SCHEMA, Job
+from ness.lab.metrics import scores
+from ness.lab.streams.base import Stream
+from ness.lab.train import Event, Trainer
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Options:
+    """How runs are carried out; nothing in here changes a result."""
+
+    out: Path = Path("runs")
+    data: Path | None = None
+    device: str = "cpu"
+    again: bool = False
+    save_every: float = 30.0  # seconds between two checkpoints inside a task, at least
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A finished run: its folder, its result, and whether it was run now, taken up again, or there already."""
+
+    folder: Path
+    result: dict[str, Any]
+    how: Literal["run", "resumed", "there"]
+
+
+def folder_of(job: Job, seed: int, out: Path) -> Path:
+    """The folder of a run, named by method, benchmark, the digest of all settings, and the seed."""
+    return out / f"{job.benchmark.name}-{job.method.name}-{job.digest}-seed{seed}"
+
+
+def run(job: Job, seed: int, options: Options, listen: Listener = lambda event: None) -> Outcome:
+    """Runs a job with a seed to its end, or returns the result that is there."""
+    folder = RunFolder(folder_of(job, seed, options.out))
+    if not options.again and (found := folder.result()) is not None:
+        _tell_version(folder, found, listen)
+        return Outcome(folder.path, found, "there")
+    with folder.held():
+        if options.again:
+            folder.clear()
+        elif (found := folder.result()) is not None:  # finished by whoever held it before
+            return Outcome(folder.path, found, "there")
+        folder.configure(_identity(job, seed))
+        device = environment.choose_device(options.device)
+        stream = job.load(seed, options.data)
+        name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
+        network = registry.find("network", name, registry.all_networks())
+        trainer = Trainer(job.method, network, stream, job.settings, seed, device)
+        listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
+        marks = {"data": fingerprint(stream), "device": device.type}
+        resumed = _take_up(folder, trainer, marks, listen)
+        _carry_on(folder, trainer, marks, options, listen)
+        result = _result(job, seed, trainer, stream)
+        _conclude(folder, trainer, result)
+    return Outcome(folder.path, result, "resumed" if resumed else "run")
+
+
+def fingerprint(stream: Stream) -> str:
+    """Eight hexadecimal digits of all images and labels, so that a run is not continued on other data."""
+    value = 0
+    for task in stream.tasks:
+        for split in (task.train, task.valid, task.test):
+            for tensor in (split.images, split.labels):
+                value = zlib.crc32(checkpoint.raw_bytes(tensor), value)
+    return f"{value:08x}"
+
+
+def _identity(job: Job, seed: int) -> dict[str, Any]:
+    return {
+        "schema": SCHEMA,
+        "version": ness.__version__,
+        "benchmark": job.benchmark.name,
+        "method": job.method.name,
+        "preset": job.preset,
+        "setting": job.label,
+        "digest": job.digest,
+        "seed": seed,
+        "settings": job.as_dict(),
+    }
+
+
+def _tell_version(folder: RunFolder, result: dict[str, Any], listen: Listener) -> None:
+    version = result.get("version")
+    if version != ness.__version__:
+        text = f"{folder.path.name} was finished by version {version}, this is {ness.__version__}; --again repeats it"
+        listen(Event("remark", {"text": text}))
+
+
+def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen: Listener) -> bool:
+    """Puts the trainer at the last good checkpoint; False without one."""
+    found = folder.last_good()
+    if found is None:
+        return False
+    tensors, manifest, wrong = found
+    for text in wrong:
+        listen(Event("remark", {"text": f"{text}; going on from the checkpoint before it"}))
+    for mark, value in marks.items():
+        if manifest["marks"][mark] != value:
+            raise NessError(
+                f"{folder.path}: begun with {mark} {manifest['marks'][mark]}, now {mark} is {value}; "
+                "go on as it was begun, or start over with --again"
+            )
+    trainer.load_state(tensors, manifest["trainer"])
+    facts = {"tasks": trainer.at, "epoch": trainer.learning.epoch if trainer.learning else 0}
+    folder.log("resumed", facts)
+    listen(Event("resumed", facts))
+    return True
+
+
+def _carry_on(folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener) -> None:
+    """Unit after unit to the end; a checkpoint after every task, and inside one every so many seconds."""
+    saved = time.monotonic()
+    while not trainer.done:
+        event = trainer.advance()
+        folder.log(event.kind, event.facts)
+        if event.kind == "learnt" or (event.kind == "epoch" and time.monotonic() - saved >= options.save_every):
+            tensors, manifest = trainer.state()
+            checkpoint.write(folder.path, tensors, {"trainer": manifest, "marks": marks})
+            saved = time.monotonic()
+        listen(event)
+
+
+def _result(job: Job, seed: int, trainer: Trainer, stream: Stream) -> dict[str, Any]:
+    found = scores(trainer.matrix)
+    return {
+        **_identity(job, seed),
+        "tasks": [task.name for task in stream.tasks],
+        "accuracy": trainer.matrix,
+        "acc": found.acc,
+        "bwt": found.bwt,
+        "forgetting": found.forgetting,
+        "learning_accuracy": found.learning,
+        "forward_transfer": None,  # needs the runs of `alone`: tables and reports fill it in
+        "epochs": trainer.epochs,
+        "seconds": trainer.seconds,
+        "total_seconds": sum(trainer.seconds),
+        "peak_memory": environment.peak_memory(trainer.device),
+        "notes": trainer.notes,
+        "data": {"fingerprint": fingerprint(stream), **stream.notes},
+        "environment": environment.describe(trainer.device),
+    }
+
+
+def _conclude(folder: RunFolder, trainer: Trainer, result: dict[str, Any]) -> None:
+    """Weights, then the result, then the checkpoints are dropped: at no moment is the run's end lost."""
+    weights = {
+        name: value.detach().to("cpu").contiguous().clone()
+        for name, value in trainer.context.model.state_dict().items()
+    }
+    temporary = folder.path / ".model.tmp"
+    try:
+        save_file(weights, temporary)
+        checkpoint.replace_durably(temporary, folder.path / "model.safetensors")
+    except OSError as error:
+        raise NessError(
+            f"cannot write {folder.path / 'model.safetensors'} ({error.strerror}); make room or rights"
+        ) from error
+    write_json(folder.path / "result.json", result)
+    folder.log("finished", {"acc": result["acc"], "bwt": result["bwt"]})
+    for path in checkpoint.paths(folder.path):
+        path.unlink()

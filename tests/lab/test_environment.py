@@ -1,0 +1,21 @@
+import pytest
+import torch
+
+from ness import NessError
+from ness.lab.environment import choose_device, describe, peak_memory
+
+
+def test_describes_without_names_of_hosts_or_folders() -> None:
+    found = describe(torch.device("cpu"))
+    assert set(found) == {"ness", "python", "torch", "platform", "device", "threads"}
+    assert peak_memory(torch.device("cpu")) > 10_000_000
+
+
+def test_devices_that_are_not_there() -> None:
+    assert choose_device("cpu").type == "cpu"
+    assert choose_device("auto").type in ("cpu", "cuda")
+    with pytest.raises(NessError, match="no device is called 'gpu'"):
+        choose_device("gpu")
+    if not torch.cuda.is_available():
+        with pytest.raises(NessError, match="torch sees no GPU"):
+            choose_device("cuda")

@@ -1,0 +1,40 @@
+from pathlib import Path
+
+import pytest
+
+import tiny
+from ness import NessError
+from ness.lab import registry
+from ness.lab.grid import jobs, run_all
+from ness.lab.run import Options
+
+
+@pytest.fixture(autouse=True)
+def _known(monkeypatch) -> None:
+    tiny.make_known(monkeypatch)
+
+
+def silent(job, seed):
+    return lambda event: None
+
+
+def test_a_change_reaches_the_methods_that_have_it() -> None:
+    found = jobs(["finetune", "ness"], "tiny", "fixed", {"eps": 0.05, "lr": 0.2})
+    assert [job.settings.lr for job in found] == [0.2, 0.2]
+    assert found[1].settings.eps == 0.05
+    with pytest.raises(NessError, match=r"none of finetune, frozen has a setting 'eps'"):
+        jobs(["finetune", "frozen"], "tiny", "fixed", {"eps": 0.05})
+
+
+def test_all_is_every_method() -> None:
+    assert [job.method.name for job in jobs(["all"], "tiny", "fixed", {})] == sorted(registry.all_methods())
+
+
+def test_one_failure_does_not_stop_the_others_and_finished_ones_are_kept(tmp_path: Path) -> None:
+    bad, good = tiny.job("finetune", lr=1e25), tiny.job("frozen", epochs=1)
+    grid = run_all([(bad, 1), (good, 1), (good, 2)], Options(tmp_path), silent)
+    assert [outcome.result["seed"] for outcome in grid.outcomes] == [1, 2]
+    assert list(grid.failures) == ["finetune on tiny, seed 1"]
+    assert "diverged" in grid.failures["finetune on tiny, seed 1"]
+    again = run_all([(good, 1), (good, 2)], Options(tmp_path), silent)
+    assert [outcome.how for outcome in again.outcomes] == ["there", "there"]

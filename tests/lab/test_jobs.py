@@ -1,0 +1,78 @@
+from dataclasses import dataclass
+
+import pytest
+
+import tiny
+from ness import NessError
+from ness.lab.jobs import preset_values, resolve
+from ness.lab.methods.base import Method, MethodSpec
+from ness.lab.streams.base import Benchmark
+
+
+@dataclass(frozen=True)
+class Own:
+    strength: float = 1.0
+
+
+SPEC = MethodSpec(
+    "mine",
+    "for tests",
+    Method,
+    "nothing",
+    settings=Own,
+    presets={
+        "fixed": {
+            "*": {"strength": 2.0},
+            "tiny": {"lr": 0.5, "lr_min": 0.1},
+            "tiny/sam": {"lr": 0.7},
+            "*/adamw": {"lr": 0.9},
+        },
+        "reference": {"*": {"strength": 3.0}, "tiny": {"lr": 0.6}},
+    },
+    refuses={"adamw": "its promise does not hold there", "cosine": "it needs early stops"},
+)
+
+
+def values(preset: str, optimizer: str | None = None) -> tuple[float, float, int]:
+    found = preset_values(SPEC, tiny.BENCHMARK, preset, optimizer)
+    return found["strength"], found["lr"], found["epochs"]
+
+
+def test_the_particular_goes_before_the_general_and_presets_build_on_fixed() -> None:
+    assert values("fixed") == (2.0, 0.5, 3)
+    assert values("reference") == (3.0, 0.6, 3)
+    assert values("paper") == (2.0, 0.5, 3)
+    assert values("fixed", "sam") == (2.0, 0.7, 3)
+
+
+def test_changes_by_hand_and_the_label() -> None:
+    job = resolve(SPEC, tiny.BENCHMARK, "fixed", {"strength": 9.0, "optimizer": "sam"})
+    assert (job.settings.strength, job.settings.lr) == (9.0, 0.7)
+    assert job.label == "fixed optimizer=sam strength=9.0"
+
+
+def test_the_digest_names_the_settings() -> None:
+    base, same, other = (
+        resolve(SPEC, tiny.BENCHMARK, changes=changes) for changes in ({}, {"strength": 2.0}, {"lr": 0.4})
+    )
+    assert base.digest == same.digest != other.digest
+    assert resolve("finetune", tiny.BENCHMARK).digest != resolve("frozen", tiny.BENCHMARK).digest
+
+
+def test_what_a_method_refuses_is_said_with_the_reason() -> None:
+    with pytest.raises(NessError, match="mine does not go with adamw: its promise does not hold there"):
+        resolve(SPEC, tiny.BENCHMARK, changes={"optimizer": "adamw"})
+    with pytest.raises(NessError, match="mine does not go with cosine"):
+        resolve(SPEC, tiny.BENCHMARK, changes={"schedule": "cosine"})
+    with pytest.raises(NessError, match="joint does not go with mixup"):
+        tiny.job("joint", mixup=0.2)
+
+
+def test_a_preset_with_a_wrong_name_is_found() -> None:
+    wrong = Benchmark("w", "t", "tiny", 3, tiny.load, settings={"fixed": {"epoch": 3}})
+    with pytest.raises(
+        NessError, match=r"preset fixed of finetune on w: no setting is called 'epoch'. Did you mean epochs\?"
+    ):
+        resolve("finetune", wrong)
+    with pytest.raises(NessError, match=r"no preset is called 'fix'"):
+        resolve("finetune", tiny.BENCHMARK, "fix")
