@@ -59,6 +59,23 @@ def test_resumed_training_is_bit_equal(name: str, form: str, optimizer: str, tmp
         assert torch.equal(value, other.state_dict()[key]), key
 
 
+@pytest.mark.parametrize("rank", [2, 8, 14])  # the projector as basis, as one matrix, as complement
+def test_every_form_of_the_projector_survives(rank: int, tmp_path: Path) -> None:
+    torch.manual_seed(4)
+    model = named(layer=nn.Linear(16, 4, bias=False))
+    guard = ness.NullSpace(model, rule=ness.Rank(rank))
+    guard.observe(torch.randn(50, 16))
+    guard.constrain(form="sgd")
+    train(model, OPTIMIZERS["momentum"](guard.parameters()), torch.randn(8, 16))
+    x = torch.randn(5, 16)
+    expected = torch.autograd.grad(model(x).square().sum(), guard.parameters())
+    guard.save(tmp_path)
+    guard.discard()
+    again = ness.NullSpace.load(tmp_path, model)
+    for a, b in zip(torch.autograd.grad(model(x).square().sum(), again.parameters()), expected, strict=True):
+        assert torch.equal(a, b)
+
+
 def test_max_drift_survives(tmp_path: Path) -> None:
     torch.manual_seed(3)
     model, old, new = ZOO["mlp"]()

@@ -96,7 +96,9 @@ def _pack_moments(moments: Moments, at: str) -> Tensors:
 def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
     tensors |= {f"{at}/basis": update.basis, f"{at}/parameter": update.parameter}
     if update.projector is not None:
-        tensors |= {f"{at}/projector": update.projector.matrix, f"{at}/scale": update.projector.squared_scale}
+        tensors[f"{at}/scale"] = update.projector.squared_scale
+        if update.projector.how != "basis":  # there it is the basis itself
+            tensors[f"{at}/projector"] = update.projector.matrix
     if update.sizes is not None and update.limit is not None:
         tensors |= {f"{at}/sizes": update.sizes, f"{at}/limit": update.limit}
     return {"way": update.way, "projector": None if update.projector is None else update.projector.how}
@@ -209,11 +211,11 @@ def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, en
     if "way" not in entry:
         return Constraint(int(entry["rank"]), tau, sigma, unscaled, None)
     here = layer.weight.device
-    projector = None
+    basis, projector = tensors[f"{at}/basis"].to(here), None
     if entry["projector"] is not None:
-        matrix, scale = tensors[f"{at}/projector"].to(here), tensors[f"{at}/scale"].to(here)
-        projector = Projector(entry["projector"], matrix, scale)
-    update = Update(layer, entry["way"], tensors[f"{at}/basis"].to(here), projector)
+        matrix = basis if entry["projector"] == "basis" else tensors[f"{at}/projector"].to(here)
+        projector = Projector(entry["projector"], matrix, tensors[f"{at}/scale"].to(here))
+    update = Update(layer, entry["way"], basis, projector)
     saved = _tensor(tensors, f"{at}/parameter", update.parameter.shape)
     update.parameter.data.copy_(saved)
     if f"{at}/limit" in tensors:
