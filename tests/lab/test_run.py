@@ -275,9 +275,11 @@ def test_what_a_killed_process_left_half_written_is_removed(tmp_path: Path) -> N
     assert [path.name for path in tmp_path.iterdir()] == ["lock"]
 
 
-def test_checkpoints_in_a_task_come_at_most_so_often(tmp_path: Path, monkeypatch) -> None:
+def test_checkpoints_come_at_most_so_often(tmp_path: Path, monkeypatch) -> None:
     written = []
     write = checkpoint.write
     monkeypatch.setattr(checkpoint, "write", lambda *args: (written.append(1), write(*args))[1])
-    run(tiny.job(), 1, Options(out=tmp_path, save_every=1e9))
-    assert len(written) == 3  # one a task
+    run(tiny.job(), 1, Options(out=tmp_path / "rarely", save_every=1e9))
+    assert not written
+    run(tiny.job(), 1, Options(out=tmp_path / "always", save_every=0))
+    assert len(written) == 3 * (3 + 1)  # every epoch and every task

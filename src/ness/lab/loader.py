@@ -12,7 +12,7 @@ from ness.lab.streams.base import Split, Task
 
 SplitName = Literal["train", "valid", "test"]
 EVALUATION_BATCH = 64
-_SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
+SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def together(parts: Sequence[Samples]) -> Samples:
 
 def fixed_order(count: int, task: int, split: SplitName, device: torch.device) -> Tensor:
     """The one order in which a split is ever evaluated: random, the same for all seeds and methods (methods.md 5.3)."""
-    generator = Generator().manual_seed(derive(20_000 + task, _SPLITS.index(split)))
+    generator = Generator().manual_seed(derive(20_000 + task, SPLITS.index(split)))
     return torch.randperm(count, generator=generator).to(device)
 
 
@@ -117,7 +117,8 @@ def epoch_order(samples: Samples, size: int, generator: Generator, *, mixed: boo
         start += count
     if len(counts) > 1:
         chunks = [chunks[i] for i in torch.randperm(len(chunks), generator=generator).tolist()]
-    return [chunk.to(samples.labels.device) for chunk in chunks]
+    whole = torch.cat(chunks).to(samples.labels.device)  # one transfer
+    return list(torch.split(whole, [len(chunk) for chunk in chunks]))
 
 
 def mixed_up(batch: Batch, share: Tensor, generator: Generator) -> Batch:

@@ -30,7 +30,7 @@ class Options:
     data: Path | None = None
     device: str = "cpu"
     again: bool = False
-    save_every: float = 30.0  # seconds between two checkpoints inside a task, at least
+    save_every: float = 30.0  # seconds between two checkpoints, at least
 
 
 @dataclass(frozen=True)
@@ -126,12 +126,12 @@ def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen:
 
 
 def _carry_on(folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener) -> None:
-    """Unit after unit to the end; a checkpoint after every task, and inside one every so many seconds."""
+    """Unit after unit to the end, with a checkpoint every so many seconds."""
     saved = time.monotonic()
     while not trainer.done:
         event = trainer.advance()
         folder.log(event.kind, event.facts)
-        if event.kind == "learnt" or (event.kind == "epoch" and time.monotonic() - saved >= options.save_every):
+        if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= options.save_every:
             tensors, manifest = trainer.state()
             checkpoint.write(folder.path, tensors, {"trainer": manifest, "marks": marks})
             saved = time.monotonic()

@@ -10,7 +10,7 @@ import torch
 from ness.errors import NessError
 from ness.lab.evaluate import evaluate
 from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
-from ness.lab.loader import Samples, SplitName, fixed_order, on_device, together
+from ness.lab.loader import SPLITS, Samples, SplitName, fixed_order, on_device, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
 from ness.lab.nets.base import NetworkSpec, build
 from ness.lab.seeds import Randomness
@@ -62,9 +62,13 @@ class Trainer:
         own = part_of(settings, method.settings)
         self.context = Context(model, self.training, own, len(stream), self.random, self.device)
         self.method: Method = method.build(self.context)
-        self.data = {
+        self.data: dict[SplitName, list[Samples]] = {
             split: [on_device(getattr(task, split), task, i, self.device) for i, task in enumerate(stream.tasks)]
-            for split in ("train", "valid", "test")
+            for split in SPLITS
+        }
+        self.orders = {
+            split: [fixed_order(len(samples), samples.task, split, self.device) for samples in held]
+            for split, held in self.data.items()
         }
         together_now = method.plan == "all at once"
         every = tuple(range(len(stream)))
@@ -180,8 +184,7 @@ class Trainer:
         return Event("learnt", facts)
 
     def _evaluate(self, task: int, split: SplitName) -> tuple[torch.Tensor, torch.Tensor]:
-        samples: Samples = self.data[split][task]
-        return evaluate(self.method, samples, fixed_order(len(samples), task, split, self.device))
+        return evaluate(self.method, self.data[split][task], self.orders[split][task])
 
     def _current(self) -> Learning:
         assert self.learning is not None

@@ -124,7 +124,7 @@ def test_observed_order_is_fixed_and_random() -> None:
 
 
 def test_the_papers_text_warns_when_nothing_but_the_head_trains() -> None:
-    with pytest.warns(NessWarning, match="rank 0 in every layer"):
+    with pytest.warns(NessWarning, match="no direction is free in any layer"):
         tiny.to_the_end(tiny.trainer("ness", epochs=1, rule="frobenius", eps=1e-6))
 
 

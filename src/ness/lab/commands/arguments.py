@@ -30,7 +30,7 @@ class Common:
     device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto")
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "plain lines instead of a live bar")
-    save_every: float = setting(30.0, "seconds between two checkpoints inside a task, at least")
+    save_every: float = setting(30.0, "seconds between two checkpoints, at least")
     config: Path | None = setting(None, "TOML file of settings by name; the command line goes before it")
 
 

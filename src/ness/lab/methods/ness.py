@@ -1,6 +1,5 @@
 """NESS: after the first task every layer learns only in the null space of what earlier tasks put into it."""
 
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -8,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 
 import ness
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError
 from ness.lab.loader import Samples, fixed_order, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
 from ness.lab.nets.base import Network
@@ -61,13 +60,6 @@ class Ness(Method):
         training = self.context.training
         plain = training.optimizer in ("sgd", "sgdm") or (training.optimizer == "sam" and training.sam_tasks == "first")
         self.guard.constrain(form="sgd" if plain else "any")
-        if not any(row.rank for row in self.guard.certificate().rows):
-            warnings.warn(
-                f"task {lesson.task + 1}: rule {self.own.rule} with eps {self.own.eps:g} leaves rank 0 in every layer, "
-                "so only the head trains; raise --eps",
-                NessWarning,
-                stacklevel=2,
-            )
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
