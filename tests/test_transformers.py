@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers import GPT2Like, Witness, check_promise, train
 
 import ness
+from helpers import GPT2Like, Witness, check_promise, train
 
 pytestmark = [pytest.mark.transformers, pytest.mark.filterwarnings("ignore::ness.NessWarning")]
 
