@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill test-slow test-real test-transformers lint types bench clean
+.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers lint types bench clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -20,7 +20,7 @@ run: $(VENV)/.ready             ## train finetune, frozen and ness on real digit
 	@$(BIN)/python -m ness report runs/
 
 test: $(VENV)/.ready            ## set everything up and run the tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "not slow and not kill and not real and not transformers"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "not slow and not kill and not real and not transformers and not gpu"
 
 test-slow: $(VENV)/.ready       ## the checks that take minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow
@@ -30,6 +30,9 @@ test-kill: $(VENV)/.ready       ## kill real runs (SIGKILL) at random moments an
 
 test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folder)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m real
+
+test-gpu: $(VENV)/.ready        ## the checks on a CUDA card
+	$(BIN)/python -m pytest -q -m gpu
 
 test-transformers: $(VENV)/.ready  ## the checks against the real transformers package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers

@@ -75,9 +75,9 @@ def job(method: Any = "finetune", **changes: Any) -> Job:
     return resolve(method, BENCHMARK, "fixed", changes)
 
 
-def trainer(method: Any = "finetune", seed: int = 1, **changes: Any) -> Trainer:
+def trainer(method: Any = "finetune", seed: int = 1, runner: Any = None, device: Any = None, **changes: Any) -> Trainer:
     work = job(method, **changes)
-    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed)
+    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed, device, runner)
 
 
 def to_the_end(one: Trainer) -> Trainer:

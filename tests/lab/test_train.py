@@ -9,6 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tiny
 from ness import NessError
 from ness.lab import checkpoint, registry
+from ness.lab.capture import PlainRunner
 from ness.lab.methods.base import Method, MethodSpec
 
 METHODS = sorted(registry.all_methods())
@@ -75,22 +76,32 @@ def test_a_seed_gives_the_same_alone_and_beside_others(method: str) -> None:
 
 
 def test_steps_of_two_runs_interleaved_within_an_epoch() -> None:
-    """The units in parts, as lanes use them."""
+    """An epoch in two parts, and its steps by hand, as lanes use them."""
     alone = [tiny.to_the_end(tiny.trainer("finetune", seed, epochs=1)) for seed in (1, 2)]
-    lanes = [tiny.trainer("finetune", seed, epochs=1) for seed in (1, 2)]
+    runners = [Stepwise(), Stepwise()]
+    lanes = [
+        tiny.trainer("finetune", seed, epochs=1, runner=runner) for seed, runner in zip((1, 2), runners, strict=True)
+    ]
     for _ in range(3):
         for lane in lanes:
-            lane.advance()
-        plans = [lane.open_epoch() for lane in lanes]
-        losses = [torch.zeros(()) for _ in lanes]
-        for steps in zip(*plans, strict=True):
-            for lane, loss, inputs in zip(lanes, losses, steps, strict=True):
-                assert lane.learning is not None
-                loss += lane.learning.step(inputs)
-        for lane, loss in zip(lanes, losses, strict=True):
-            lane.close_epoch(loss)
-            lane.advance()
+            assert lane.launch() is not None  # the task begins
+        for lane in lanes:
+            assert lane.launch() is None  # the epoch is on its way
+        for lane in lanes:
+            assert lane.collect().kind == "epoch"
+            assert lane.launch() is not None  # and the task is learnt
     assert all(tiny.same(one, other) for one, other in zip(alone, lanes, strict=True))
+    assert all(runner.epochs == 3 for runner in runners)
+
+
+class Stepwise(PlainRunner):
+    """Plain steps, counted."""
+
+    epochs = 0
+
+    def steps(self, learning, inputs):
+        self.epochs += 1
+        return super().steps(learning, inputs)
 
 
 class NoHostReads(TorchDispatchMode):

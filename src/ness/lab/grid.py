@@ -3,12 +3,15 @@
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ness.errors import NessError
 from ness.lab import registry
+from ness.lab.environment import choose_device
 from ness.lab.jobs import Job, resolve, settings_type
-from ness.lab.run import Listener, Options, Outcome, run
+from ness.lab.lanes import lanes_for, side_by_side
+from ness.lab.run import Listener, Options, Outcome, running
 from ness.lab.settings import nearest
 
 
@@ -40,11 +43,14 @@ def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[s
 
 
 def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callable[[Job, int], Listener]) -> Grid:
-    """Runs each job with its seed; one that fails is noted and the others go on."""
+    """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on."""
+    asked = list(work)
     grid = Grid()
-    for job, seed in work:
-        try:
-            grid.outcomes.append(run(job, seed, options, listener(job, seed)))
-        except NessError as error:
-            grid.failures[f"{job.method.name} on {job.benchmark.name}, seed {seed}"] = str(error)
+    runs = [partial(running, job, seed, options, listener(job, seed)) for job, seed in asked]
+    device = choose_device(options.device)
+    for (job, seed), end in zip(asked, side_by_side(runs, device, lanes_for(device, options.lanes)), strict=True):
+        if isinstance(end, Outcome):
+            grid.outcomes.append(end)
+        else:
+            grid.failures[f"{job.method.name} on {job.benchmark.name}, seed {seed}"] = str(end)
     return grid

@@ -54,6 +54,7 @@ class Learning:
         self.step = Step(method, lesson.train, self.trained, optimizer, lr, random.step, sam)
         self.schedule = Plateau(training.lr, training.patience)
         self.epoch = 0  # epochs done
+        self.last_rate = training.lr  # of the last step planned
         self.seconds = 0.0
         self.live = live_tensors(method, self.trained)
         names = {id(tensor): name for name, tensor in self.live.items()}
@@ -67,7 +68,9 @@ class Learning:
         mixed = training.norm == "stored"
         chunks = epoch_order(self.lesson.train, training.batch, random.order, mixed=mixed, drop_last=training.drop_last)
         steps = len(chunks)
-        rate = torch.tensor(rates(training, self.schedule.lr, self.epoch, steps), device=device)
+        planned = rates(training, self.schedule.lr, self.epoch, steps)
+        self.last_rate = planned[-1]
+        rate = torch.tensor(planned, device=device)
         shares = None
         if training.mixup:
             drawn = random.host.beta(training.mixup, training.mixup, steps)
@@ -88,7 +91,10 @@ class Learning:
             return
         self.schedule = plateau(self.schedule, valid_loss, self.training)
         if self.schedule.improved:
-            self.best = copies(self.moving)
+            if self.best:
+                copy_into(self.best, self.moving)
+            else:
+                self.best = copies(self.moving)
 
     @property
     def over(self) -> bool:

@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 import ness
 from ness.errors import NessError
 from ness.lab import checkpoint, environment, registry
+from ness.lab.capture import runner_for
 from ness.lab.checkpoint import write_json
 from ness.lab.folder import RunFolder
 from ness.lab.jobs import SCHEMA, Job
@@ -31,6 +32,8 @@ class Options:
     device: str = "cpu"
     again: bool = False
     save_every: float = 30.0  # seconds between two checkpoints, at least
+    lanes: int | None = None  # runs side by side on one card; None: as many as make sense
+    plain: bool = False  # on a card: step after step instead of captured graphs
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,17 @@ def folder_of(job: Job, seed: int, out: Path) -> Path:
 
 def run(job: Job, seed: int, options: Options, listen: Listener = lambda event: None) -> Outcome:
     """Runs a job with a seed to its end, or returns the result that is there."""
+    work = running(job, seed, options, listen)
+    while True:
+        try:
+            next(work)
+        except StopIteration as end:
+            outcome: Outcome = end.value
+            return outcome
+
+
+def running(job: Job, seed: int, options: Options, listen: Listener) -> Generator[None, None, Outcome]:
+    """A run that pauses whenever it has put work on the device and waits for it, so that others can go on."""
     folder = RunFolder(folder_of(job, seed, options.out))
     if not options.again and (found := folder.result()) is not None:
         _tell_version(folder, found, listen)
@@ -63,12 +77,13 @@ def run(job: Job, seed: int, options: Options, listen: Listener = lambda event: 
         stream = job.load(seed, options.data)
         name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
         network = registry.find("network", name, registry.all_networks())
-        trainer = Trainer(job.method, network, stream, job.settings, seed, device)
+        runner = runner_for(device, options.plain)
+        trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner)
         listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
         marks = {"data": fingerprint(stream), "device": device.type}
         resumed = _take_up(folder, trainer, marks, listen)
-        _carry_on(folder, trainer, marks, options, listen)
-        result = _result(job, seed, trainer, stream)
+        yield from _carry_on(folder, trainer, marks, options, listen)
+        result = _result(job, seed, trainer, stream, marks)
         _conclude(folder, trainer, result)
     return Outcome(folder.path, result, "resumed" if resumed else "run")
 
@@ -125,11 +140,16 @@ def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen:
     return True
 
 
-def _carry_on(folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener) -> None:
-    """Unit after unit to the end, with a checkpoint every so many seconds."""
+def _carry_on(
+    folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener
+) -> Iterator[None]:
+    """Unit after unit to the end, with a checkpoint every so many seconds; pauses while the device works."""
     saved = time.monotonic()
     while not trainer.done:
-        event = trainer.advance()
+        event = trainer.launch()
+        if event is None:
+            yield
+            event = trainer.collect()
         folder.log(event.kind, event.facts)
         if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= options.save_every:
             tensors, manifest = trainer.state()
@@ -138,7 +158,7 @@ def _carry_on(folder: RunFolder, trainer: Trainer, marks: dict[str, str], option
         listen(event)
 
 
-def _result(job: Job, seed: int, trainer: Trainer, stream: Stream) -> dict[str, Any]:
+def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[str, str]) -> dict[str, Any]:
     found = scores(trainer.matrix)
     return {
         **_identity(job, seed),
@@ -154,7 +174,7 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream) -> dict[str, 
         "total_seconds": sum(trainer.seconds),
         "peak_memory": environment.peak_memory(trainer.device),
         "notes": trainer.notes,
-        "data": {"fingerprint": fingerprint(stream), **stream.notes},
+        "data": {"fingerprint": marks["data"], **stream.notes},
         "environment": environment.describe(trainer.device),
     }
 

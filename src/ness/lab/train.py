@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from ness.errors import NessError
+from ness.lab.capture import PlainRunner, Runner
 from ness.lab.evaluate import evaluate
 from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
 from ness.lab.loader import SPLITS, Samples, SplitName, fixed_order, on_device, together
@@ -33,8 +34,8 @@ class Trainer:
     """One seed of one setting, from the first task to the last.
 
     `advance` does one unit of work (begin a task, one epoch, finish a task) and says what happened; between units
-    `state` is all there is to save. `begin`, `open_epoch`, `close_epoch` and `finish` are the units in parts, for
-    whoever runs several trainers side by side.
+    `state` is all there is to save. `launch` and `collect` are the unit in two parts, for whoever runs several
+    trainers side by side on one device.
     """
 
     def __init__(
@@ -45,7 +46,10 @@ class Trainer:
         settings: Any,
         seed: int,
         device: torch.device | None = None,
+        runner: Runner | None = None,
     ) -> None:
+        self.runner = runner or PlainRunner()
+        self._waiting: tuple[float, torch.Tensor] | None = None  # an epoch on its way: when it began, its numbers
         self.device = device or torch.device("cpu")
         self.spec, self.stream = method, stream
         self.training: Training = part_of(settings, Training)
@@ -88,14 +92,30 @@ class Trainer:
         return self.at == len(self.lessons)
 
     def advance(self) -> Event:
-        """One unit of work."""
+        """One unit of work, to its end."""
+        return self.launch() or self.collect()
+
+    def launch(self) -> Event | None:
+        """One unit of work; of an epoch only what needs no answer from the device: then None, and `collect` ends it."""
         began = time.perf_counter()
         if self.learning is None:
             event = self.begin()
-        elif self.learning.over:
+            self._current().seconds += time.perf_counter() - began
+            return event
+        if self.learning.over:
             return self.finish(began)
-        else:
-            event = self._epoch()
+        loss = self.runner.steps(self.learning, self.open_epoch())
+        self._waiting = (
+            began,
+            torch.stack([loss.to(torch.float64), *self.runner.evaluation(self.learning, self._valid)]),
+        )
+        return None
+
+    def collect(self) -> Event:
+        """Waits for the epoch that was launched, moves the schedule and reports."""
+        assert self._waiting is not None
+        (began, numbers), self._waiting = self._waiting, None
+        event = self.close_epoch(*numbers.tolist())
         self._current().seconds += time.perf_counter() - began
         return event
 
@@ -120,29 +140,25 @@ class Trainer:
         tasks = self.lessons[self.at]
         return self.stream.tasks[tasks[0]].name if len(tasks) == 1 else "all tasks"
 
-    def _epoch(self) -> Event:
-        loss = torch.zeros((), device=self.device)
-        inputs = self.open_epoch()
-        for each in inputs:
-            loss += self._current().step(each)
-        return self.close_epoch(loss / len(inputs))
-
     def open_epoch(self) -> list[Inputs]:
         """Puts the model in training mode and draws the epoch's steps; run them with `learning.step`, in this order."""
         learning = self._current()
         self.method.train_mode(learning.lesson)
         return learning.inputs()
 
-    def close_epoch(self, loss: torch.Tensor) -> Event:
-        """Validates, moves the schedule, reports; the one place of an epoch that reads numbers on the host."""
+    def _valid(self) -> torch.Tensor:
+        """Validation loss and accuracy of what is being learnt, (2,) on the device."""
+        pairs = [self._evaluate(task, "valid") for task in self._current().lesson.tasks]
+        return torch.stack([torch.stack(pair) for pair in pairs]).mean(0)
+
+    def close_epoch(self, loss: float, valid: float, accuracy: float) -> Event:
+        """Moves the schedule and reports."""
         learning = self._current()
-        pairs = [self._evaluate(task, "valid") for task in learning.lesson.tasks]
-        valid, accuracy = torch.stack([torch.stack(pair) for pair in pairs]).mean(0).tolist()
         facts = {
             "task": learning.lesson.task,
             "epoch": learning.epoch + 1,
-            "lr": float(learning.step.lr),
-            "loss": float(loss),
+            "lr": learning.last_rate,
+            "loss": loss,
             "valid_loss": valid,
             "valid_accuracy": accuracy,
         }

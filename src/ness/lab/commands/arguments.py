@@ -28,6 +28,8 @@ class Common:
     out: Path = setting(Path("runs"), "folder of the run folders")
     data: Path | None = setting(None, "folder of data sets; the benchmark's own place by default")
     device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto")
+    lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
+    plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "plain lines instead of a live bar")
     save_every: float = setting(30.0, "seconds between two checkpoints, at least")
@@ -44,7 +46,7 @@ class Request:
     def options(self) -> Options:
         """How the runs are carried out."""
         own = self.own
-        return Options(own.out, own.data, own.device, own.again, own.save_every)
+        return Options(own.out, own.data, own.device, own.again, own.save_every, own.lanes, own.plain)
 
 
 def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: str, prog: str) -> Request:

@@ -107,6 +107,13 @@ class Method:
     def after_step(self, batch: Batch) -> None:
         """Changes parameters after the optimizer's step: clamps."""
 
+    def moved_by_steps(self) -> Sequence[Tensor]:
+        """Tensors that a step changes besides the model's and what trains: a replay memory, running averages.
+
+        Capturing a step runs it once for nothing; what is named here is put back afterwards.
+        """
+        return ()
+
     def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Takes what must be kept of a task; returns what the record should say.
 

@@ -1,0 +1,183 @@
+"""How an epoch's steps are carried out: one after another from Python, or replayed from a captured CUDA graph.
+
+Both call the very same `Step`. Captured, its inputs are read from buffers at a counter that lives on the card, so that
+a replay is all the host does for a step, and nothing is read back before the epoch is over.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from functools import partial
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ness.lab.lesson import Learning, Tensors, copies, copy_into
+from ness.lab.loader import Clock
+from ness.lab.step import Inputs, Step
+
+
+class Runner(Protocol):
+    """Carries out what does not need the host: an epoch of steps, an evaluation."""
+
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+        """The mean loss of an epoch's steps, on the device."""
+
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+        """What `work` computes at the end of every epoch of a task, on the device."""
+
+
+class PlainRunner:
+    """Step after step, as Python reads it: what the CPU does, and the measure of every other way."""
+
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+        """Run every step."""
+        loss = torch.zeros((), device=learning.context.device)
+        for each in inputs:
+            loss += learning.step(each)
+        return loss / len(inputs)
+
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+        """Do the work."""
+        return work()
+
+
+@dataclass
+class Buffers:
+    """An epoch's inputs where a captured step finds them, one row a step."""
+
+    index: Tensor  # (steps, batch)
+    lr: Tensor  # (steps,)
+    share: Tensor | None  # (steps,), with mix-up
+    epoch: Tensor
+    within: Tensor
+    elapsed: Tensor
+    counter: Tensor  # (1,) the step's number
+    loss: Tensor  # () sum over the epoch
+
+    @classmethod
+    def like(cls, inputs: Sequence[Inputs]) -> "Buffers":
+        """Room for epochs of this shape."""
+        steps, batch, first = len(inputs), max(len(each.index) for each in inputs), inputs[0]
+        device = first.index.device
+        lr, epoch, within, elapsed = (torch.zeros(steps, dtype=kind.dtype, device=device) for kind in _numbers(first))
+        share = None if first.share is None else torch.zeros(steps, device=device)
+        index = torch.zeros(steps, batch, dtype=torch.int64, device=device)
+        counter, loss = torch.zeros(1, dtype=torch.int64, device=device), torch.zeros((), device=device)
+        return cls(index, lr, share, epoch, within, elapsed, counter, loss)
+
+    def fill(self, inputs: Sequence[Inputs]) -> None:
+        """Take an epoch's inputs; the count and the loss start at 0."""
+        sizes = [len(each.index) for each in inputs]
+        padded = torch.nn.utils.rnn.pad_sequence([each.index for each in inputs], batch_first=True)
+        self.index[: len(sizes), : padded.shape[1]].copy_(padded)
+        columns = [torch.stack(column) for column in zip(*(_numbers(each) for each in inputs), strict=True)]
+        for buffer, values in zip((self.lr, self.epoch, self.within, self.elapsed), columns, strict=True):
+            buffer.copy_(values)
+        if self.share is not None:
+            self.share.copy_(torch.stack([each.share for each in inputs if each.share is not None]))
+        self.counter.zero_()
+        self.loss.zero_()
+
+    def now(self, size: int) -> Inputs:
+        """The inputs of the step the counter is at, a batch of `size`."""
+
+        def at(column: Tensor) -> Tensor:
+            return column.index_select(0, self.counter).squeeze(0)
+
+        share = None if self.share is None else at(self.share)
+        clock = Clock(at(self.epoch), at(self.within), at(self.elapsed))
+        return Inputs(at(self.index)[:size], at(self.lr), share, clock)
+
+
+def _numbers(inputs: Inputs) -> tuple[Tensor, ...]:
+    clock = inputs.clock
+    return inputs.lr, *(getattr(clock, item.name) for item in fields(clock))
+
+
+class CapturedRunner:
+    """Replays graphs: one of the step for each size of batch, one of the evaluation, captured anew for every task."""
+
+    def __init__(self) -> None:
+        self.learning: Learning | None = None
+        self.buffers: Buffers | None = None
+        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.judged: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
+        self.pool = torch.cuda.graph_pool_handle()
+
+    def _of(self, learning: Learning) -> None:
+        if self.learning is not learning:
+            self.learning, self.buffers, self.graphs, self.judged = learning, None, {}, None
+
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+        """Replay every step."""
+        self._of(learning)
+        if self.buffers is None:
+            self.buffers = Buffers.like(inputs)
+        buffers = self.buffers
+        sizes = [len(each.index) for each in inputs]
+        for size in sorted(set(sizes) - set(self.graphs)):
+            buffers.fill(inputs)
+            self.graphs[size] = self._capture(learning.step, partial(_one, learning.step, buffers, size))
+        buffers.fill(inputs)
+        for size in sizes:
+            self.graphs[size].replay()
+        return buffers.loss / len(inputs)
+
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+        """Replay the evaluation."""
+        self._of(learning)
+        if self.judged is None:
+            work()  # libraries make their plans outside the graph
+            held: list[Tensor] = []
+            graph = self._record(None, lambda: held.append(work()))
+            self.judged = graph, held[0]
+        graph, result = self.judged
+        graph.replay()
+        return result
+
+    def _capture(self, step: Step, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        """A graph of the step. One step is run before, for libraries to make their plans, and then undone."""
+        assert self.learning is not None
+        moving = _moving(self.learning)
+        before, place = copies(moving), step.random.get_state()
+        work()
+        copy_into(moving, before)
+        step.random.set_state(place)
+        graph = self._record(step.random, work)
+        copy_into(moving, before)
+        return graph
+
+    def _record(self, random: torch.Generator | None, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        if random is not None:
+            graph.register_generator_state(random)
+        torch.cuda.current_stream().synchronize()
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
+        return graph
+
+
+def _one(step: Step, buffers: Buffers, size: int) -> None:
+    buffers.loss += step(buffers.now(size))
+    buffers.counter += 1
+
+
+def _moving(learning: Learning) -> Tensors:
+    """Every tensor that a step can change: the model's, the optimizer's, the method's own."""
+    memory = {
+        f"optimizer/{number}/{name}": value
+        for number, state in enumerate(learning.step.optimizer.state.values())
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+    }
+    own = {f"method/{number}": value for number, value in enumerate(learning.step.method.moved_by_steps())}
+    return {**{name: value.detach() for name, value in learning.live.items()}, **memory, **own}
+
+
+def runner_for(device: torch.device, plain: bool = False) -> Runner:
+    """Graphs on a card, plain steps elsewhere."""
+    return CapturedRunner() if device.type == "cuda" and not plain else PlainRunner()

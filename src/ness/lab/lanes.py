@@ -1,0 +1,91 @@
+"""Several runs side by side on one card, each a lane: a stream, graphs and generators of its own.
+
+One network of the paper's size cannot fill a card. A run pauses whenever it has put an epoch on the card; the host then
+turns to the lane whose epoch is ready. Lanes share nothing but the card, so a run ends as it would have ended alone.
+"""
+
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from ness.errors import NessError
+
+Result = TypeVar("Result")
+Run = Callable[[], Generator[None, None, Result]]
+SMALL_CARD = 8 << 30  # bytes that one lane may need, data and graphs included, on the largest benchmark
+MOST_LANES = 5  # more lanes of the paper's networks bring nothing on one card
+
+
+@dataclass
+class Lane:
+    """A run under way: its place in the list, its pauses, and the stream and event it waits for."""
+
+    number: int
+    work: "Generator[None, None, object]"
+    stream: torch.cuda.Stream | None
+    event: torch.cuda.Event | None = None
+
+    def ready(self) -> bool:
+        """Whether what it put on the device is done."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+    def go_on(self) -> None:
+        """To the next pause; StopIteration carries the result."""
+        if self.stream is None:
+            next(self.work)
+            return
+        with torch.cuda.stream(self.stream):
+            next(self.work)
+        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self.event.record(self.stream)
+
+
+def lanes_for(device: torch.device, asked: int | None) -> int:
+    """How many lanes: one on a CPU, else as asked, else what the card's free memory takes, at most five."""
+    if device.type != "cuda":
+        if asked is not None and asked > 1:
+            raise NessError(f"--lanes {asked}: lanes share a GPU; --device is {device.type}, so leave --lanes out")
+        return 1
+    if asked is not None:
+        if asked < 1:
+            raise NessError(f"--lanes {asked}: expected 1 or more")
+        return asked
+    free, _ = torch.cuda.mem_get_info(device)
+    return max(1, min(MOST_LANES, free // SMALL_CARD))
+
+
+def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) -> list[Result | NessError]:
+    """What each run returned, or the error it ended with, in the order given; `lanes` of them at a time."""
+    ends: dict[int, Result | NessError] = {}
+    waiting = deque(enumerate(runs))
+    active: deque[Lane] = deque()
+    while waiting or active:
+        while waiting and len(active) < lanes:
+            number, run = waiting.popleft()
+            stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+            active.append(Lane(number, run(), stream))
+        lane = _next(active)
+        try:
+            lane.go_on()
+        except StopIteration as end:
+            ends[lane.number] = end.value
+        except NessError as error:
+            ends[lane.number] = error
+        else:
+            active.append(lane)
+    return [ends[number] for number in range(len(runs))]
+
+
+def _next(active: deque[Lane]) -> Lane:
+    """The first lane that is ready, taken out of the queue; the oldest one is waited for where none is."""
+    for lane in active:
+        if lane.ready():
+            active.remove(lane)
+            return lane
+    lane = active.popleft()
+    assert lane.event is not None
+    lane.event.synchronize()
+    return lane

@@ -1,0 +1,112 @@
+"""On a card: a constrained step can be captured, lanes change nothing, fast is right (`make test-gpu`)."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import ness
+import tiny
+from helpers import ZOO
+from ness.lab.capture import CapturedRunner, PlainRunner
+from ness.lab.lanes import side_by_side
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+    pytest.mark.filterwarnings("ignore::ness.NessWarning"),
+]
+CARD = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> None:
+    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+
+
+@pytest.mark.parametrize("name", sorted(ZOO))
+@pytest.mark.parametrize("form", ["any", "sgd"])
+def test_a_constrained_step_is_captured_and_equal(name: str, form: str) -> None:
+    results = []
+    for captured in (False, True):
+        torch.manual_seed(0)
+        model, old, new = (part.to(CARD) for part in ZOO[name]())
+        guard = ness.NullSpace(model, rule=ness.Nuclear(0.02), exclude=["head"])
+        guard.observe(old)
+        guard.constrain(form=form)  # type: ignore[arg-type]
+        optimizer = torch.optim.SGD(guard.parameters(), lr=0.05, momentum=0.9, weight_decay=1e-3)
+        model.train()
+
+        def step(model: nn.Module = model, new: torch.Tensor = new, optimizer: torch.optim.SGD = optimizer) -> None:
+            optimizer.zero_grad()
+            model(new).square().mean().backward()
+            optimizer.step()
+
+        for _ in range(3):
+            step()
+        if captured:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                step()
+            for _ in range(5):
+                graph.replay()
+        else:
+            for _ in range(5):
+                step()
+        assert guard.certificate().holds
+        guard.merge()
+        results.append({key: value.cpu() for key, value in model.state_dict().items()})
+    for key, value in results[0].items():
+        assert torch.allclose(value, results[1][key], rtol=1e-4, atol=1e-6), key
+
+
+@pytest.mark.parametrize("method", ["finetune", "frozen", "ness"])
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "sam"}, {"schedule": "cosine", "mixup": 0.4}], ids=str)
+def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object]) -> None:
+    losses = []
+    for runner in (PlainRunner(), CapturedRunner()):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CARD, **changes)
+            found = []
+            while not trainer.done:
+                event = trainer.advance()
+                if event.kind == "epoch":
+                    found.append(event.facts["loss"])
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def _lane(seed: int, method: str):  # type: ignore[no-untyped-def]
+    trainer = tiny.trainer(method, seed, epochs=3, runner=CapturedRunner(), device=CARD)
+    while not trainer.done:
+        if trainer.launch() is None:
+            yield
+            trainer.collect()
+    return trainer
+
+
+@pytest.mark.parametrize("method", ["finetune", "ness"])
+def test_a_seed_alone_among_lanes_and_in_another_order_is_bit_equal(method: str) -> None:
+    alone = [side_by_side([lambda s=s: _lane(s, method)], CARD, 1)[0] for s in range(5)]
+    together = side_by_side([lambda s=s: _lane(s, method) for s in range(5)], CARD, 5)
+    turned = side_by_side([lambda s=s: _lane(s, method) for s in reversed(range(5))], CARD, 3)[::-1]
+    for one, two, three in zip(alone, together, turned, strict=True):
+        assert tiny.same(one, two)
+        assert tiny.same(one, three)
+
+
+@pytest.mark.parametrize("method", ["finetune", "ness"])
+def test_taken_up_on_the_card_it_ends_bit_equal(method: str, tmp_path: Path) -> None:
+    whole = tiny.to_the_end(tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD))
+    cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD)
+    units = 0
+    while not cut.done:
+        cut.advance()
+        units += 1
+        if units % 3 == 0:
+            tensors, manifest = cut.state()
+            tensors = {name: value.cpu().clone() for name, value in tensors.items()}
+            cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD)
+            cut.load_state(tensors, manifest)
+    assert tiny.same(whole, cut)

@@ -1,0 +1,50 @@
+"""Lanes: who goes on when, what becomes of errors, and how many there are."""
+
+from collections.abc import Generator
+
+import pytest
+import torch
+
+from ness import NessError
+from ness.lab.lanes import lanes_for, side_by_side
+
+CPU = torch.device("cpu")
+
+
+def counting(log: list[str], name: str, pauses: int, fails: bool = False) -> Generator[None, None, str]:
+    for number in range(pauses):
+        log.append(f"{name}{number}")
+        yield
+    if fails:
+        raise NessError(f"{name} went wrong")
+    return name
+
+
+def test_results_come_in_the_order_given_and_lanes_take_turns() -> None:
+    log: list[str] = []
+    runs = [lambda n=n, p=p: counting(log, n, p) for n, p in (("a", 3), ("b", 1), ("c", 2))]
+    assert side_by_side(runs, CPU, lanes=2) == ["a", "b", "c"]
+    assert log == ["a0", "b0", "a1", "a2", "c0", "c1"] or log == ["a0", "b0", "a1", "c0", "a2", "c1"]
+    assert log.index("c0") > log.index("b0")  # c takes the place of b, which was done first
+
+
+def test_one_lane_is_one_after_another() -> None:
+    log: list[str] = []
+    side_by_side([lambda n=n: counting(log, n, 2) for n in "ab"], CPU, lanes=1)
+    assert log == ["a0", "a1", "b0", "b1"]
+
+
+def test_an_error_ends_its_own_lane_only() -> None:
+    log: list[str] = []
+    runs = [lambda n=n: counting(log, n, 2, fails=n == "b") for n in "abc"]
+    first, second, third = side_by_side(runs, CPU, lanes=3)
+    assert (first, third) == ("a", "c")
+    assert isinstance(second, NessError)
+    assert str(second) == "b went wrong"
+
+
+def test_lanes_are_for_cards() -> None:
+    assert lanes_for(CPU, None) == 1
+    assert lanes_for(CPU, 1) == 1
+    with pytest.raises(NessError, match="--lanes 3: lanes share a GPU; --device is cpu"):
+        lanes_for(CPU, 3)
