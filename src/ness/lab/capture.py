@@ -104,10 +104,12 @@ class CapturedRunner:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.judged: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self.pool = torch.cuda.graph_pool_handle()
+        self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # to capture on where the default is current
 
     def _of(self, learning: Learning) -> None:
         if self.learning is not learning:
             self.learning, self.buffers, self.graphs, self.judged = learning, None, {}, None
+            self.pool = torch.cuda.graph_pool_handle()  # the last one went with the last graph that used it
 
     def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
         """Replay every step."""
@@ -152,12 +154,15 @@ class CapturedRunner:
         graph = torch.cuda.CUDAGraph()
         if random is not None:
             graph.register_generator_state(random)
-        torch.cuda.current_stream().synchronize()
-        graph.capture_begin(self.pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
+        current = torch.cuda.current_stream()
+        stream = self.side if current == torch.cuda.default_stream() else current
+        current.synchronize()
+        with torch.cuda.stream(stream):
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
 
 
