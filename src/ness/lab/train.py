@@ -13,7 +13,7 @@ from ness.lab.evaluate import evaluate
 from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
 from ness.lab.loader import SPLITS, Samples, SplitName, fixed_order, on_device, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
-from ness.lab.nets.base import NetworkSpec, build
+from ness.lab.nets.base import Network, NetworkSpec, build
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training, part_of
 from ness.lab.step import Inputs
@@ -54,15 +54,7 @@ class Trainer:
         self.spec, self.stream = method, stream
         self.training: Training = part_of(settings, Training)
         self.random = Randomness.of(seed, self.device)
-        model = build(
-            network,
-            stream.shape,
-            [task.classes for task in stream.tasks],
-            self.training.norm,
-            weights=self.random.weights,
-            dropout=self.random.step,
-            device=self.device,
-        )
+        model = self._built(network)
         own = part_of(settings, method.settings)
         self.context = Context(model, self.training, own, len(stream), self.random, self.device)
         self.method: Method = method.build(self.context)
@@ -85,6 +77,11 @@ class Trainer:
         self.epochs: list[int] = []
         self.seconds: list[float] = []
         self.notes: list[dict[str, Any]] = []  # what the method said about each task
+
+    def _built(self, network: NetworkSpec) -> Network:
+        classes = [task.classes for task in self.stream.tasks]
+        made = {"weights": self.random.weights, "dropout": self.random.step}
+        return build(network, self.stream.shape, classes, self.training.norm, **made, device=self.device)
 
     @property
     def done(self) -> bool:

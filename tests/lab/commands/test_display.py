@@ -31,7 +31,7 @@ def test_the_bar_shows_task_epoch_loss_accuracy_and_time_left() -> None:
         hear(Event("epoch", EPOCH))
         (task,) = progress.tasks
         assert task.completed == (1 + 2 / 3) / 3
-        assert task.fields["now"] == "task 2/3 epoch 2/3 loss 0.500 valid 93.2 %"
+        assert task.fields["now"] == "task 2/3 epoch 2/3 loss 0.50 acc 93.2 %"
         assert "left" in task.fields["left"]
         hear(Event("learnt", LEARNT))
         bar.say("[a remark]")

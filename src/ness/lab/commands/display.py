@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
 from ness.errors import NessWarning
 from ness.lab.jobs import Job
@@ -37,9 +37,8 @@ def display(quiet: bool, runs: int) -> Iterator[Display]:
         if live.is_terminal and not quiet:
             with Progress(
                 TextColumn("{task.description}"),
-                BarColumn(bar_width=24),
+                BarColumn(bar_width=8),  # the whole line fits into 80 columns
                 TextColumn("{task.fields[now]}"),
-                TimeElapsedColumn(),
                 TextColumn("{task.fields[left]}"),
                 console=live,
                 transient=True,
@@ -126,7 +125,7 @@ class Bar:
         self.number += 1
         if self.bar is not None:
             self.progress.remove_task(self.bar)
-        head = f"[{self.number}/{self.runs}] {job.method.name} on {job.benchmark.name}, seed {seed}"
+        head = f"[{self.number}/{self.runs}] {job.method.name} seed {seed}"
         bar = self.bar = self.progress.add_task(head, total=1.0, now="", left="")
         epochs, began, first = job.settings.epochs, time.monotonic(), 0.0
         tasks = lessons = 1
@@ -143,11 +142,12 @@ class Bar:
             elif event.kind == "epoch":
                 done = (facts["task"] + facts["epoch"] / epochs) / lessons
                 now = f"task {facts['task'] + 1}/{tasks} epoch {facts['epoch']}/{epochs}"
-                now += f" loss {facts['loss']:.3f} valid {facts['valid_accuracy']:.1f} %"
+                now += f" loss {facts['loss']:.2f} acc {facts['valid_accuracy']:.1f} %"
                 self._move(bar, done, now, time_left(time.monotonic() - began, done - first, 1 - done))
             elif event.kind == "learnt":
                 done = (facts["task"] + 1) / lessons
-                self._move(bar, done, learnt_line(facts, tasks), "")
+                now = f"task {len(facts['accuracy'])}/{tasks} learnt: {facts['accuracy'][-1]:.1f} %"
+                self._move(bar, done, now, "")
 
         return hear
 
@@ -163,9 +163,9 @@ def time_left(seconds: float, done: float, remaining: float) -> str:
     """At most this long at the pace so far; tasks that stop early make it shorter.
 
     >>> time_left(60.0, 0.25, 0.75)
-    'at most 3:00 left'
+    '≤ 3:00 left'
     """
     if done <= 0:
         return ""
     left = round(seconds / done * remaining)
-    return f"at most {left // 60}:{left % 60:02d} left"
+    return f"≤ {left // 60}:{left % 60:02d} left"
