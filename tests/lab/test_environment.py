@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from ness import NessError
-from ness.lab.environment import choose_device, describe, peak_memory
+from ness.lab.environment import choose_device, cpu_threads, describe, peak_memory
 
 
 def test_describes_without_names_of_hosts_or_folders() -> None:
@@ -19,3 +19,13 @@ def test_devices_that_are_not_there() -> None:
     if not torch.cuda.is_available():
         with pytest.raises(NessError, match="torch sees no GPU"):
             choose_device("cuda")
+
+
+def test_threads_are_put_back() -> None:
+    before = torch.get_num_threads()
+    for wanted, size, inside in ((0, 100, 1), (0, 10**7, before), (2, 100, 2)):
+        with cpu_threads(wanted, size):
+            assert torch.get_num_threads() == inside
+        assert torch.get_num_threads() == before
+    with pytest.raises(NessError, match="expected 0 or more"), cpu_threads(-1, 100):
+        pass

@@ -2,6 +2,8 @@
 
 import platform
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -34,6 +36,22 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+SMALL = 1_000_000  # parameters; below, a second thread only waits for the first
+
+
+@contextmanager
+def cpu_threads(wanted: int, parameters: int) -> Iterator[None]:
+    """So many threads inside, as many as before afterwards; 0: one for a small network, torch's own choice else."""
+    if wanted < 0:
+        raise ness.NessError(f"--threads {wanted}: expected 0 or more")
+    before = torch.get_num_threads()
+    torch.set_num_threads(wanted or (1 if parameters < SMALL else before))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def choose_device(name: str) -> torch.device:

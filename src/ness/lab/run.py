@@ -3,6 +3,7 @@
 import time
 import zlib
 from collections.abc import Callable, Generator, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +26,7 @@ Listener = Callable[[Event], None]
 
 @dataclass(frozen=True)
 class Options:
-    """How runs are carried out; nothing in here changes a result."""
+    """How runs are carried out; another device or number of threads rounds otherwise, the rest changes no result."""
 
     out: Path = Path("runs")
     data: Path | None = None
@@ -34,6 +35,7 @@ class Options:
     save_every: float = 30.0  # seconds between two checkpoints, at least
     lanes: int | None = None  # runs side by side on one card; None: as many as make sense
     plain: bool = False  # on a card: step after step instead of captured graphs
+    threads: int = 0  # on the CPU; 0: one for a small network, torch's own choice else
 
 
 @dataclass(frozen=True)
@@ -81,10 +83,12 @@ def running(job: Job, seed: int, options: Options, listen: Listener) -> Generato
         trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner)
         listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
         marks = {"data": fingerprint(stream), "device": device.type}
-        resumed = _take_up(folder, trainer, marks, listen)
-        yield from _carry_on(folder, trainer, marks, options, listen)
-        result = _result(job, seed, trainer, stream, marks)
-        _conclude(folder, trainer, result)
+        size = sum(parameter.numel() for parameter in trainer.context.model.parameters())
+        with environment.cpu_threads(options.threads, size) if device.type == "cpu" else nullcontext():
+            resumed = _take_up(folder, trainer, marks, listen)
+            yield from _carry_on(folder, trainer, marks, options, listen)
+            result = _result(job, seed, trainer, stream, marks)
+            _conclude(folder, trainer, result)
     return Outcome(folder.path, result, "resumed" if resumed else "run")
 
 

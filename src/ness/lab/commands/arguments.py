@@ -32,6 +32,7 @@ class Common:
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "plain lines instead of a live bar")
+    threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
     save_every: float = setting(30.0, "seconds between two checkpoints, at least")
     config: Path | None = setting(None, "TOML file of settings by name; the command line goes before it")
 
@@ -46,7 +47,7 @@ class Request:
     def options(self) -> Options:
         """How the runs are carried out."""
         own = self.own
-        return Options(own.out, own.data, own.device, own.again, own.save_every, own.lanes, own.plain)
+        return Options(own.out, own.data, own.device, own.again, own.save_every, own.lanes, own.plain, own.threads)
 
 
 def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: str, prog: str) -> Request:

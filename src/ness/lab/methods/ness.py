@@ -132,6 +132,9 @@ def check(settings: Any) -> None:
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {
         "digits": {"eps": 2e-3},
+        "digits/sgd": {"lr": 0.2},
+        "digits/sam": {"lr": 0.2},
+        "digits/adamw": {"lr": 2e-3, "lr_min": 1e-4},
         "cifar100": {"eps": 1e-3, "weight_decay": 1e-4, "lr": 0.005},
         "cifar100/sam": {"lr": 0.05},
         "five-datasets": {"eps": 1e-3, "weight_decay": 5e-5, "lr": 0.05},
