@@ -11,14 +11,16 @@ from functools import partial
 
 import torch
 
+from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.capture import CapturedRunner, PlainRunner
+from ness.lab.environment import repeatable
 from ness.lab.jobs import resolve
 from ness.lab.lanes import side_by_side
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
 
-IMAGES, EPOCHS = 64 * 50, 3
+IMAGES, EPOCHS = 64 * 50, 16
 
 
 def stream(size: int, classes: int, request: Request) -> Stream:
@@ -35,30 +37,30 @@ def stream(size: int, classes: int, request: Request) -> Stream:
 def lane(
     method: str, network: str, size: int, seed: int, captured: bool, device: torch.device
 ) -> Generator[None, None, list[float]]:
-    """Trains two tasks; the seconds of each epoch of the second, launch to collect."""
+    """Trains two tasks; the moments at which the epochs of the second ended."""
     bench = Benchmark("random", "", network, 2, partial(stream, size, 10))
     job = resolve(method, bench, changes={"epochs": EPOCHS, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4})
     runner = CapturedRunner() if captured else PlainRunner()
     net = registry.find("network", network, registry.all_networks())
     trainer = Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner)
-    times: list[float] = []
+    ends: list[float] = []
     while not trainer.done:
-        began = time.perf_counter()
         if trainer.launch() is None:
             yield
             trainer.collect()
             if trainer.at == 1:
-                times.append(time.perf_counter() - began)
-    return times
+                ends.append(time.perf_counter())
+    return ends
 
 
 def milliseconds(method: str, network: str, size: int, lanes: int, captured: bool, device: torch.device) -> float:
-    """Of one step of one lane, the last epochs of `lanes` lanes side by side."""
+    """Of one step of one lane: the time in which all lanes were in their second task, over the steps done in it."""
     runs = [partial(lane, method, network, size, seed, captured, device) for seed in range(lanes)]
-    ends = side_by_side(runs, device, lanes)
-    fastest = [min(end[1:]) for end in ends if not isinstance(end, Exception)]
-    assert len(fastest) == lanes, ends
-    return 1e3 * sum(fastest) / lanes / lanes / (IMAGES / 64)
+    found = [end for end in side_by_side(runs, device, lanes) if not isinstance(end, NessError)]
+    assert len(found) == lanes
+    begin, end = max(ends[0] for ends in found), min(ends[-1] for ends in found)
+    epochs = sum(begin < moment <= end for ends in found for moment in ends)
+    return 1e3 * (end - begin) / epochs / (IMAGES / 64)
 
 
 def main() -> None:
@@ -70,18 +72,22 @@ def main() -> None:
         print("gpu_step: no CUDA card here; nothing measured")
         return
     device = torch.device("cuda")
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds a step and lane, batch 64")
-    for network in asked.networks:
-        size = 84 if network.endswith("84") else 32
-        row = {"plain loop": milliseconds("ness", network, size, 1, False, device)}
-        for lanes in asked.lanes:
-            row[f"captured, {lanes} lanes"] = milliseconds("ness", network, size, lanes, True, device)
-            row[f"unconstrained, {lanes} lanes"] = milliseconds("finetune", network, size, lanes, True, device)
-        print(f"{network}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
-        for lanes in asked.lanes:
-            ratio = row[f"captured, {lanes} lanes"] / row[f"unconstrained, {lanes} lanes"]
-            print(f"  NESS costs {ratio:.2f} × the unconstrained step with {lanes} lanes")
+    with repeatable(device):
+        for network in asked.networks:
+            report(network, asked.lanes, device)
+
+
+def report(network: str, several: list[int], device: torch.device) -> None:
+    size = 84 if network.endswith("84") else 32
+    row = {"plain loop": milliseconds("ness", network, size, 1, False, device)}
+    for lanes in several:
+        row[f"captured, {lanes} lanes"] = milliseconds("ness", network, size, lanes, True, device)
+        row[f"unconstrained, {lanes} lanes"] = milliseconds("finetune", network, size, lanes, True, device)
+    print(f"{network}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
+    for lanes in several:
+        ratio = row[f"captured, {lanes} lanes"] / row[f"unconstrained, {lanes} lanes"]
+        print(f"  NESS costs {ratio:.2f} × the unconstrained step with {lanes} lanes")
 
 
 if __name__ == "__main__":

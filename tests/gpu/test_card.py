@@ -1,5 +1,6 @@
 """On a card: a constrained step can be captured, lanes change nothing, fast is right (`make test-gpu`)."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ import ness
 import tiny
 from helpers import ZOO
 from ness.lab.capture import CapturedRunner, PlainRunner
+from ness.lab.environment import repeatable
 from ness.lab.lanes import side_by_side
 
 pytestmark = [
@@ -21,8 +23,9 @@ CARD = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
-def _deterministic() -> None:
-    torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = True, False
+def _deterministic() -> Iterator[None]:
+    with repeatable(CARD):
+        yield
 
 
 @pytest.mark.parametrize("name", sorted(ZOO))

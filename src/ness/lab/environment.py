@@ -54,6 +54,21 @@ def cpu_threads(wanted: int, parameters: int) -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+@contextmanager
+def repeatable(device: torch.device) -> Iterator[None]:
+    """On a card, deterministic kernels chosen without trials, so that a seed gives the same bits every time."""
+    if device.type != "cuda":
+        yield
+        return
+    flags = torch.backends.cudnn
+    before = flags.deterministic, flags.benchmark
+    flags.deterministic, flags.benchmark = True, False
+    try:
+        yield
+    finally:
+        flags.deterministic, flags.benchmark = before
+
+
 def choose_device(name: str) -> torch.device:
     """The GPU for "auto" where there is one, the CPU otherwise; a device that is not there is an error."""
     if name == "auto":

@@ -8,7 +8,7 @@ from typing import Any
 
 from ness.errors import NessError
 from ness.lab import registry
-from ness.lab.environment import choose_device
+from ness.lab.environment import choose_device, repeatable
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import lanes_for, side_by_side
 from ness.lab.run import Listener, Options, Outcome, running
@@ -48,7 +48,9 @@ def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callabl
     grid = Grid()
     runs = [partial(running, job, seed, options, listener(job, seed)) for job, seed in asked]
     device = choose_device(options.device)
-    for (job, seed), end in zip(asked, side_by_side(runs, device, lanes_for(device, options.lanes)), strict=True):
+    with repeatable(device):
+        ends = side_by_side(runs, device, lanes_for(device, options.lanes))
+    for (job, seed), end in zip(asked, ends, strict=True):
         if isinstance(end, Outcome):
             grid.outcomes.append(end)
         else:

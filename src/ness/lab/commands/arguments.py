@@ -33,7 +33,7 @@ class Common:
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "plain lines instead of a live bar")
     threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
-    save_every: float = setting(30.0, "seconds between two checkpoints, at least")
+    save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
     config: Path | None = setting(None, "TOML file of settings by name; the command line goes before it")
 
 
