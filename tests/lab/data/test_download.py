@@ -188,3 +188,10 @@ def test_missing_and_unreachable_says_where_it_looked(tmp_path: Path, monkeypatc
     lost = replace(CIFAR100, files=(Remote("a.tar.gz", ("http://127.0.0.1:1/a.tar.gz",), 5, None),))
     with pytest.raises(ness.NessError, match=r"was not found in .*one, .*env, .*cache.*could not be downloaded"):
         get(lost, tmp_path / "one")
+
+
+def test_an_attempt_that_brought_nothing_leaves_nothing(server: Behaviour, tmp_path: Path) -> None:
+    gone = Remote("gone.bin", (f"{server.url}/gone.bin",), 10, None)
+    with pytest.raises(ness.NessError, match="could not be downloaded"):
+        fetch(gone, tmp_path / "set", "set")
+    assert list(tmp_path.iterdir()) == []

@@ -5,7 +5,7 @@ import logging
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +45,8 @@ def fetch(file: Remote, folder: Path, data_set: str, progress: Progress = log_pr
     """
     target = folder / file.name
     _make(folder)
-    with filelock.FileLock(folder / f".{file.name}.lock"):
+    lock = folder / f".{file.name}.lock"
+    with filelock.FileLock(lock):
         if target.exists():
             _check(target, file, data_set)
             return target
@@ -56,6 +57,9 @@ def fetch(file: Remote, folder: Path, data_set: str, progress: Progress = log_pr
                 return target
             except (OSError, http.client.HTTPException, ValueError) as error:
                 reasons.append(f"{url}: {error}")
+    with suppress(OSError):  # an attempt that brought nothing leaves nothing: no lock, no empty folder
+        lock.unlink()
+        folder.rmdir()
     raise NessError(
         f"{file.name} could not be downloaded ({'; '.join(reasons)}). Run the same command again to go on where it "
         f"stopped, or get the file by other means and put it into {folder}"

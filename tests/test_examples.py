@@ -1,0 +1,40 @@
+"""The examples run as they stand, and the README quotes what they print."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import ness
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(example: str) -> str:
+    here = {**os.environ, "PYTHONPATH": str(Path(ness.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, ROOT / "examples" / example], capture_output=True, text=True, env=here)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def figures(text: str, line: str) -> list[float]:
+    (found,) = re.findall(rf"^{line}.*$", text, flags=re.MULTILINE)
+    return [float(number) for number in re.findall(r"(\d+\.\d) %", found)]
+
+
+def test_fine_tune_keeps_the_old_digits_and_the_readme_says_so() -> None:
+    printed, readme = run("fine_tune.py"), (ROOT / "README.md").read_text(encoding="utf-8")
+    (before,) = figures(printed, "before:")
+    plain_old, plain_new = figures(printed, "plain fine-tuning:")
+    kept_old, kept_new = figures(printed, "with a guard:")
+    assert kept_old >= before - 1
+    assert plain_old < kept_old - 3
+    assert min(plain_new, kept_new) > 95
+    assert "holds: the measured drift is within its bound in every layer" in printed
+    for line in ("before:", "plain fine-tuning:", "with a guard:"):  # figures may differ by a few images between CPUs
+        assert figures(readme, line) == pytest.approx(figures(printed, line), abs=4.0)
