@@ -8,13 +8,15 @@ from torch import Generator, Tensor, nn
 
 from ness.lab import registry
 from ness.lab.jobs import Job, resolve
-from ness.lab.nets.base import Network, NetworkSpec, Norms, heads, norm2d
+from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
 from ness.lab.nets.dropout import Dropout
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
 
 
 class TinyNet(Network):
+    wires = (Wire("conv", "dropout", None, "norm"), Wire("fc", "fc", "dropout"))
+
     def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms) -> None:
         super().__init__()
         self.conv = nn.Conv2d(shape[0], 4, 3, padding=1, bias=False)

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ness.lab.nets.base import Network, NetworkSpec, Norms, heads, norm1d, norm2d
+from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm1d, norm2d
 from ness.lab.nets.dropout import Dropout
 
 
@@ -43,6 +43,14 @@ class WideBlock(nn.Module):
 
 class AlexNet(Network):
     """Maps 32 → 14 → 6 → 2, then 1024 → 2048 → 2048; 6 713 216 parameters with ten heads of ten classes."""
+
+    wires = (
+        Wire("conv1.conv", "conv1", None, "conv1.norm"),
+        Wire("conv2.conv", "conv2", "conv1", "conv2.norm"),
+        Wire("conv3.conv", "conv3", "conv2", "conv3.norm"),
+        Wire("fc1.linear", "fc1", "conv3", "fc1.norm"),
+        Wire("fc2.linear", "fc2", "fc1", "fc2.norm"),
+    )
 
     def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms) -> None:
         super().__init__()

@@ -15,10 +15,26 @@ from ness.lab.nets.dropout import Dropout
 Norms = Literal["batch", "stored"]
 
 
+@dataclass(frozen=True)
+class Wire:
+    """How one layer of the shared part is wired, for methods that gate hidden units (`hat`).
+
+    Units are named by the module that puts them out, after all that acts on them one by one; the layer's outputs are
+    the units `writes`, its inputs the units `reads`, or the image where that is None. A linear layer that reads the
+    maps of a convolution sees each unit as many times as its map has places, one after the other.
+    """
+
+    layer: str
+    writes: str
+    reads: str | None = None
+    norm: str | None = None  # the BatchNorm between the layer and its units
+
+
 class Network(nn.Module, ABC):
     """Shared layers and one bias-free head a task: `net(x, t)` is `net.heads[t](net.features(x))`."""
 
     heads: nn.ModuleList
+    wires: tuple[Wire, ...] = ()  # one a layer of the shared part; a network without them cannot be gated
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:

@@ -4,11 +4,13 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ness.lab.nets.base import Network, NetworkSpec, Norms, heads, norm2d
+from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
 
 
 class DigitsNet(Network):
     """Convolution 3×3 (32 maps), BatchNorm, ReLU, 2×2 pool, then 512 → 256 → 128."""
+
+    wires = (Wire("conv", "pool", None, "norm"), Wire("fc1", "fc1", "pool"), Wire("fc2", "fc2", "fc1"))
 
     def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms) -> None:
         super().__init__()

@@ -1,12 +1,12 @@
 """The reduced ResNet18 (nf = 20) of the GPM lineage (methods.md 4.2): stem stride 1 at 32×32, 2 at 84×84."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ness.lab.nets.base import Network, NetworkSpec, Norms, heads, norm2d
+from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
 
 WIDTHS = (20, 40, 80, 160)
 
@@ -51,6 +51,16 @@ class Block(nn.Module):
         return out
 
 
+def block_wires(block: str, reads: str, *, shortcut: bool) -> list[Wire]:
+    """The wires of a block; its units are those after the first ReLU and those after the sum's."""
+    inner, outer = f"{block}.relu1", f"{block}.relu2"
+    wires = [
+        Wire(f"{block}.conv1", inner, reads, f"{block}.norm1"),
+        Wire(f"{block}.conv2", outer, inner, f"{block}.norm2"),
+    ]
+    return [*wires, Wire(f"{block}.shortcut.conv", outer, reads, f"{block}.shortcut.norm")] if shortcut else wires
+
+
 class ResNet18(Network):
     """Stem of stride `stem`, four stages of two blocks, 2×2 average pool.
 
@@ -68,8 +78,17 @@ class ResNet18(Network):
             stages.append(nn.Sequential(Block(inputs, width, stride, norms), Block(width, width, 1, norms)))
             inputs = width
         self.layer1, self.layer2, self.layer3, self.layer4 = stages
+        self.wires = tuple(self._wires())
         high, wide = (((side - 1) // stem // 8 + 1) // 2 for side in shape[1:])
         self.heads = heads(WIDTHS[-1] * high * wide, classes)
+
+    def _wires(self) -> Iterator[Wire]:
+        yield Wire("conv1", "relu1", None, "norm1")
+        before = "relu1"
+        for name, block in self.named_modules():
+            if isinstance(block, Block):
+                yield from block_wires(name, before, shortcut=isinstance(block.shortcut, Shortcut))
+                before = f"{name}.relu2"
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 640) from 32×32, (n, 1440) from 84×84."""

@@ -1,0 +1,159 @@
+"""A-GEM: a gradient that would raise the loss on remembered samples loses the part that does (methods.md 16)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError
+from ness.lab.loader import Batch, Samples
+from ness.lab.losses import cross_entropy
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, backbone, clear
+from ness.lab.settings import setting
+
+
+@dataclass(frozen=True)
+class AgemSettings:
+    """What A-GEM adds to the training settings."""
+
+    memory: int = setting(200, "training samples kept of every task")
+    memory_batch: int = setting(64, "samples a step drawn from the memory, alike many of every earlier task")
+
+
+def half_space(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
+    """g, or g - (g·r / r·r) r where g·r < 0: the nearest gradient that does not raise the remembered loss.
+
+    Both are one vector each, in pieces of any shapes; nothing is read on the host.
+
+    >>> half_space([torch.tensor([1.0, -1.0])], [torch.tensor([0.0, 1.0])])
+    [tensor([1., 0.])]
+    """
+    dot, square = inner(gradient, reference), inner(reference, reference)
+    share = dot / torch.where(square > 0, square, torch.ones_like(square))  # r = 0 has g·r = 0: g stays
+    return [torch.where(dot < 0, g - share * r, g) for g, r in zip(gradient, reference, strict=True)]
+
+
+def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
+    """The inner product of two vectors in pieces."""
+    return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
+
+
+def portions(total: int, tasks: int) -> list[int]:
+    """How many samples each task gives to a batch of `total`; two at least, which BatchNorm needs.
+
+    >>> portions(64, 3), portions(4, 3)
+    ([22, 21, 21], [2, 2, 2])
+    """
+    return [max(2, total // tasks + (task < total % tasks)) for task in range(tasks)]
+
+
+class Agem(Method):
+    """Keeps samples of every task; each step's gradient is set against theirs, over all that trains."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.own: AgemSettings = context.own
+        self.memory: list[Samples] = []
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """The backbone, the task's head, and the heads of the remembered tasks, which learn through the memory."""
+        seen = [head for task, head in enumerate(self.model.heads) if task <= lesson.tasks[-1]]
+        return backbone(self.model) + [parameter for head in seen for parameter in head.parameters()]
+
+    def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
+        """The batch's gradient, then the memory's, then the rule; written back to every parameter, heads included."""
+        loss = super().gradients(batch, trained, sam=sam)
+        if self.memory:
+            found = taken(trained)
+            clear(trained)
+            self.remembered().backward()  # type: ignore[no-untyped-call]
+            for parameter, value in zip(trained, half_space(found, taken(trained)), strict=True):
+                parameter.grad = value
+        return loss
+
+    def remembered(self) -> Tensor:
+        """Mean loss of a batch drawn from the memory.
+
+        Each task passes alone, through its own head: batch statistics of several tasks would be nobody's.
+        """
+        counts = portions(self.own.memory_batch, len(self.memory))
+        losses = []
+        for samples, wanted in zip(self.memory, counts, strict=True):
+            count = min(wanted, len(samples))
+            draw = torch.rand(len(samples), generator=self.context.random.step, device=self.context.device)
+            drawn = samples.take(draw.argsort()[:count])
+            losses.append(cross_entropy(self.logits(drawn), drawn) * count)
+        return torch.stack(losses).sum() / sum(
+            min(wanted, len(samples)) for samples, wanted in zip(self.memory, counts, strict=True)
+        )
+
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Keeps a random sample of the task's training data; nobody needs one of the last task."""
+        if lesson.task == self.context.tasks - 1:
+            return {}
+        train, random = lesson.train, self.context.random.method
+        order = torch.randperm(len(train), generator=random, device=train.labels.device)[: self.own.memory]
+        self.memory.append(Samples(train.images[order], train.labels[order], train.task, train.mean, train.std))
+        return {"remembered": sum(map(len, self.memory))}
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The memory."""
+        kept = {f"{part.task}/{key}": getattr(part, key) for part in self.memory for key in KEPT}
+        return kept, {"tasks": [part.task for part in self.memory]}
+
+    def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Puts the memory back on the device."""
+        self.memory = []
+        for task in manifest["tasks"]:
+            images, labels, mean, std = (tensors[f"{task}/{key}"].to(self.context.device) for key in KEPT)
+            self.memory.append(Samples(images, labels, task, mean, std))
+
+
+KEPT = ("images", "labels", "mean", "std")
+
+
+def taken(parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The gradients as they are; zeros where there is none, so that no parameter falls out of the vector."""
+    return [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+
+
+def check(settings: Any) -> None:
+    """Refuses a memory that BatchNorm cannot normalise."""
+    for name in ("memory", "memory_batch"):
+        if getattr(settings, name) < 2:
+            raise NessError(f"{name} is {getattr(settings, name)}, expected at least 2 samples")
+
+
+# methods.md 16 and 21. fixed and paper: the GPM paper's totals (2000, 3000, 500) by task, with the shared schedules.
+# reference: the official code's single pass over small batches, with 13 samples a class.
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fixed": {
+        "*": {"optimizer": "sgd", "weight_decay": 0.0},
+        "digits": {"memory": 100, "lr": 0.05},
+        "cifar100": {"memory": 200, "lr": 0.05},
+        "five-datasets": {"memory": 600, "lr": 0.1},
+        "mini-imagenet": {"memory": 25, "lr": 0.1},
+    },
+    "reference": {
+        "*": {"epochs": 1, "batch": 10, "lr": 0.03, "memory": 130, "memory_batch": 256},
+        "mini-imagenet": {"memory": 65},
+    },
+}
+
+METHOD = MethodSpec(
+    name="agem",
+    title="Gradients that do not raise the loss on remembered samples",
+    build=Agem,
+    keeps="some samples of every task",
+    paper="Chaudhry et al., Efficient Lifelong Learning with A-GEM",
+    year=2019,
+    settings=AgemSettings,
+    presets=PRESETS,
+    check=check,
+    refuses={
+        "sgdm": "momentum brings back what the rule removed from earlier gradients; use --optimizer sgd",
+        "adamw": "its scaling turns a gradient that harms nothing into a step that does; use --optimizer sgd",
+    },
+)

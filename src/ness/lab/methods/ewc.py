@@ -1,0 +1,229 @@
+"""EWC: a quadratic pull to the last task's weights, each as strong as its Fisher information (methods.md 14)."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+from torch.nn import functional as F
+
+from ness.errors import NessError
+from ness.lab.loader import Batch, Samples, fixed_order
+from ness.lab.losses import cross_entropy
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.nets.base import Network
+from ness.lab.nets.norms import batch_norms, hold_statistics
+from ness.lab.settings import setting
+
+Tensors = dict[str, Tensor]
+Convention = Literal["ours", "hat", "avalanche"]
+HAT_BATCH = 20  # samples whose mean gradient the HAT repository squares
+AT_ONCE = 16  # per-sample gradients held at a time: memory of so many networks
+
+
+@dataclass(frozen=True)
+class EwcSettings:
+    """What EWC adds to the training settings."""
+
+    penalty: float = setting(250.0, "λ, in the units of --convention")
+    convention: Convention = setting(
+        "ours", "whose λ: λ/2·Σ F d² with per-sample F; the HAT repository's; avalanche's. Converted, never mixed"
+    )
+    fisher: Literal["sample", "batch"] = setting(
+        "sample", "mean squared gradient of each sample; or of batches of 20, dropout on, as in the HAT repository"
+    )
+    clip: float = setting(100.0, "largest norm of a step's gradient")
+
+
+def strength(penalty: float, convention: Convention, batch: int) -> float:
+    """λ of λ/2·Σ F d² on a per-sample Fisher, from a λ in another code base's units.
+
+    The HAT repository squares the mean gradient of 20 samples, avalanche that of a training batch and has no 1/2; a
+    squared mean of B gradients is about the per-sample Fisher divided by B.
+
+    >>> strength(5000.0, "hat", 64), strength(5000.0, "ours", 64), strength(8000.0, "avalanche", 64)
+    (250.0, 5000.0, 250.0)
+    """
+    return {"ours": penalty, "hat": penalty / HAT_BATCH, "avalanche": 2 * penalty / batch}[convention]
+
+
+def quadratic(values: Mapping[str, Tensor], anchor: Tensors, fisher: Tensors, weight: float) -> Tensor:
+    """λ/2 · Σ F (θ - θ*)², over the parameters in `values`.
+
+    >>> theta, anchor, fisher = {"w": torch.tensor([1.0, 5.0])}, {"w": torch.zeros(2)}, {"w": torch.tensor([2.0, 0.0])}
+    >>> quadratic(theta, anchor, fisher, 3.0)
+    tensor(3.)
+    """
+    each = [((value - anchor[name]).square() * fisher[name]).sum() for name, value in values.items()]
+    return weight / 2 * torch.stack(each).sum()
+
+
+def merged(new: Tensors, old: Tensors, finished: int) -> Tensors:
+    """F ← (F_new + k·F_old)/(k + 1), with k tasks in F_old; a parameter the new task does not train has F_new = 0.
+
+    >>> merged({"w": torch.tensor(4.0)}, {"w": torch.tensor(1.0)}, 2)
+    {'w': tensor(2.)}
+    """
+    return {
+        name: (new.get(name, torch.zeros_like(value)) + finished * value) / (finished + 1)
+        for name, value in old.items()
+    }
+
+
+def per_sample_fisher(model: Network, batches: Iterator[Batch], named: Mapping[str, nn.Parameter]) -> Tensors:
+    """Mean over samples of the squared gradient of each sample's own loss, true labels, in the model's mode."""
+    total = {name: torch.zeros_like(value) for name, value in named.items()}
+    coupled = any(norm.training or not norm.track_running_stats for norm in batch_norms(model))
+    squares = squares_together if coupled else squares_apart
+    count = 0
+    for batch in batches:
+        count += len(batch.labels)
+        for found in squares(model, batch, named):
+            for name, value in found.items():
+                total[name] += value
+    return {name: value / count for name, value in total.items()}
+
+
+def squares_apart(model: Network, batch: Batch, named: Mapping[str, nn.Parameter]) -> Iterator[Tensors]:
+    """Sums of squared per-sample gradients where samples do not meet: one pass, vectorised over samples."""
+
+    def loss(weights: Tensors, image: Tensor, label: Tensor) -> Tensor:
+        logits: Tensor = functional_call(model, weights, (image.unsqueeze(0), batch.task))
+        return F.cross_entropy(logits, label.unsqueeze(0))
+
+    weights = {name: value.detach() for name, value in named.items()}
+    each = vmap(grad(loss), in_dims=(None, 0, 0))
+    for images, labels in zip(*(torch.split(part, AT_ONCE) for part in (batch.images, batch.labels)), strict=True):
+        yield {name: value.square().sum(0) for name, value in each(weights, images, labels).items()}
+
+
+def squares_together(model: Network, batch: Batch, named: Mapping[str, nn.Parameter]) -> Iterator[Tensors]:
+    """The same where BatchNorm uses the batch's statistics: one forward of the batch, one backward a sample.
+
+    A batch of one cannot be normalised, and a sample's gradient runs through the statistics it is part of.
+    """
+    losses = F.cross_entropy(model(batch.images, batch.task), batch.labels, reduction="none")
+    rows = torch.eye(len(losses), dtype=losses.dtype, device=losses.device)
+    for some in torch.split(rows, AT_ONCE):
+        found = torch.autograd.grad(losses, list(named.values()), some, retain_graph=True, is_grads_batched=True)
+        yield {name: value.square().sum(0) for name, value in zip(named, found, strict=True)}
+
+
+def batch_fisher(model: Network, samples: Samples, named: Mapping[str, nn.Parameter]) -> Tensors:
+    """The HAT repository's: stored order, batches of 20, squared mean gradients weighted by the batch's size."""
+    total = {name: torch.zeros_like(value) for name, value in named.items()}
+    for batch in samples.batches(samples.stored_order(), HAT_BATCH):
+        loss = cross_entropy(model(batch.images, batch.task), batch)
+        for name, value in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
+            total[name] += len(batch.labels) * value.square()
+    return {name: value / len(samples) for name, value in total.items()}
+
+
+class Ewc(Method):
+    """One anchor θ* (the last task's weights) and one running Fisher over all parameters, heads included."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        own: EwcSettings = context.own
+        self.own = own
+        weight = strength(own.penalty, own.convention, context.training.batch)
+        self.weight = weight * HAT_BATCH if own.fisher == "batch" else weight  # on the Fisher that is taken
+        self.finished = 0  # tasks in the Fisher
+        self.anchor: Tensors = {}
+        self.fisher: Tensors = {}
+
+    def _trained(self) -> dict[str, nn.Parameter]:
+        return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
+
+    def train_mode(self, lesson: Lesson) -> None:
+        """Training mode; stored BatchNorm statistics stay the first task's, which no penalty could hold."""
+        self.model.train()
+        if lesson.task > 0:
+            hold_statistics(self.model)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Cross-entropy, and the pull to the anchor once there is one."""
+        loss = super().loss(batch)
+        if not self.finished:
+            return loss
+        return loss + quadratic(self._trained(), self.anchor, self.fisher, self.weight)
+
+    def after_backward(self, batch: Batch) -> None:
+        """Clips the gradient: a strong pull far from the anchor must not throw the weights beyond it."""
+        torch.nn.utils.clip_grad_norm_(list(self._trained().values()), self.own.clip)
+
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Takes this task's Fisher at the best weights and moves the anchor there."""
+        if lesson.task == self.context.tasks - 1:
+            return {}
+        new = self._fisher(lesson.train)
+        every = dict(self.model.named_parameters())
+        old = self.fisher or {name: torch.zeros_like(value) for name, value in every.items()}
+        self.fisher = merged(new, old, self.finished)
+        self.anchor = {name: value.detach().clone() for name, value in every.items()}
+        self.finished += 1
+        return {"fisher": float(sum(value.sum() for value in self.fisher.values()))}
+
+    def _fisher(self, samples: Samples) -> Tensors:
+        if self.own.fisher == "batch":
+            self.model.train()
+            buffers = {name: value.clone() for name, value in self.model.named_buffers()}
+            found = batch_fisher(self.model, samples, self._trained())
+            for name, value in self.model.named_buffers():
+                value.copy_(buffers[name])  # looking is not training: running statistics stay
+            self.model.eval()
+            return found
+        self.model.eval()
+        order = fixed_order(len(samples), samples.task, "train", samples.labels.device)
+        batches = samples.batches(order, self.context.training.batch)
+        return per_sample_fisher(self.model, batches, self._trained())
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Anchor and Fisher."""
+        kept = {"anchor": self.anchor, "fisher": self.fisher}
+        tensors = {f"{part}/{name}": value for part, held in kept.items() for name, value in held.items()}
+        return tensors, {"finished": self.finished}
+
+    def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Puts them back on the device."""
+        parts: dict[str, Tensors] = {"anchor": {}, "fisher": {}}
+        for key, value in tensors.items():
+            part, name = key.split("/", 1)
+            parts[part][name] = value.to(self.context.device)
+        self.anchor, self.fisher, self.finished = parts["anchor"], parts["fisher"], manifest["finished"]
+
+
+def check(settings: Any) -> None:
+    """Refuses a pull that pushes."""
+    if settings.penalty < 0 or settings.clip <= 0:
+        raise NessError(f"penalty is {settings.penalty} and clip {settings.clip}; expected 0 or more, and above 0")
+
+
+# methods.md 14 and 21: λ = 5000 of the HAT repository is 250 on a per-sample Fisher. reference: that repository's
+# estimate and schedule; paper: its λ with the benchmarks' schedules.
+HAT_SCHEDULE = {"optimizer": "sgd", "lr": 0.05, "lr_min": 1e-4, "lr_factor": 3.0, "patience": 5, "epochs": 200}
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fixed": {
+        "*": {"optimizer": "sgd", "weight_decay": 0.0, "penalty": 250.0},
+        "digits": {"lr": 0.02},
+        "cifar100": {"lr": 0.05},
+        "five-datasets": {"lr": 0.03},
+        "mini-imagenet": {"lr": 0.03},
+    },
+    "reference": {"*": {**HAT_SCHEDULE, "penalty": 5000.0, "convention": "hat", "fisher": "batch"}},
+    "paper": {"*": {"penalty": 5000.0, "convention": "hat", "fisher": "batch"}},
+}
+
+METHOD = MethodSpec(
+    name="ewc",
+    title="A pull to earlier weights, by their Fisher information",
+    build=Ewc,
+    keeps="two numbers a parameter",
+    paper="Kirkpatrick et al., Overcoming catastrophic forgetting in neural networks",
+    year=2017,
+    settings=EwcSettings,
+    presets=PRESETS,
+    check=check,
+)

@@ -1,0 +1,247 @@
+"""HAT: every task learns near-binary gates on hidden units; what its units need stays as it was (methods.md 15)."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError
+from ness.lab.loader import Batch, Clock
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.nets.base import Network, Wire
+from ness.lab.settings import setting
+
+Tensors = dict[str, Tensor]
+REACH = 6.0  # embeddings stay in ±6
+STEEP = 50.0  # s·e is clipped here in the compensation, so that cosh stays finite
+
+
+@dataclass(frozen=True)
+class HatSettings:
+    """What HAT adds to the training settings."""
+
+    smax: float = setting(400.0, "steepest gate: an epoch anneals s from 1/smax to smax; tests use smax")
+    sparsity: float = setting(0.75, "λ: the price of a unit no earlier task uses")
+    clip: float = setting(1e4, "largest norm of a step's gradient")
+
+
+def annealed(clock: Clock | None, smax: float) -> Tensor | float:
+    """s = 1/smax + (smax - 1/smax)·x at the share x of the epoch's samples; smax outside training."""
+    return smax if clock is None else 1 / smax + (smax - 1 / smax) * clock.within
+
+
+def compensation(embedding: Tensor, s: Tensor | float, smax: float) -> Tensor:
+    """What turns the gradient of σ(s·e) into smax·σ'(e): gates must learn while they are steep.
+
+    >>> compensation(torch.tensor([1.0], dtype=torch.float64), 2.0, 400.0)
+    tensor([374.5218], dtype=torch.float64)
+    """
+    steep = torch.clamp(s * embedding, -STEEP, STEEP)
+    return smax / s * (torch.cosh(steep) + 1) / (torch.cosh(embedding) + 1)
+
+
+def crowding(gates: Sequence[Tensor], claimed: Sequence[Tensor]) -> Tensor:
+    """Σ a(1 - m) / Σ (1 - m): the share of the free units that the gates open.
+
+    >>> crowding([torch.ones(2)], [torch.tensor([1.0, 0.0])])
+    tensor(1.)
+    """
+    opened = torch.stack([(a * (1 - m)).sum() for a, m in zip(gates, claimed, strict=True)]).sum()
+    free = torch.stack([(1 - m).sum() for m in claimed]).sum()
+    return opened / free.clamp_min(torch.finfo(free.dtype).eps)
+
+
+def openness(weight: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
+    """1 - min(m_out, m_in) for each connection of a weight (o, i, …): 0 where both its ends are claimed.
+
+    Without `into` (the image; a bias; BatchNorm) it is 1 - m_out. Where a linear layer reads maps, each channel's
+    mask covers its places, one after the other.
+
+    >>> openness(torch.ones(2, 4), torch.tensor([1.0, 0.0]), torch.tensor([1.0, 0.0]))
+    tensor([[0., 0., 1., 1.], [1., 1., 1., 1.]])
+    """
+    rows = out.view(-1, *[1] * (weight.ndim - 1))
+    if into is None:
+        return 1 - rows
+    columns = into.repeat_interleave(weight.shape[1] // len(into))
+    return 1 - torch.minimum(rows, columns.view(1, -1, *[1] * (weight.ndim - 2)))
+
+
+def masks(network: Network, claimed: Tensors) -> Tensors:
+    """By name of the parameter, what its gradient is multiplied with: weight, bias and BatchNorm of every wire."""
+    found: Tensors = {}
+    for wire in network.wires:
+        out = claimed[wire.writes]
+        into = None if wire.reads is None else claimed[wire.reads]
+        for module in filter(None, (wire.layer, wire.norm)):
+            for name, value in network.get_submodule(module).named_parameters():
+                reads = into if (module, name) == (wire.layer, "weight") else None
+                found[f"{module}.{name}"] = openness(value, out, reads)
+    return found
+
+
+def widths(network: Network) -> dict[str, int]:
+    """How many units each gate has, by the module that puts them out, in the order of the wires."""
+    return {wire.writes: outputs(network, wire) for wire in network.wires}
+
+
+def outputs(network: Network, wire: Wire) -> int:
+    """The outputs of a wire's layer."""
+    weight: Tensor = network.get_parameter(f"{wire.layer}.weight")
+    return weight.shape[0]
+
+
+class Hat(Method):
+    """Embeddings e per task and gate, a = σ(s·e); claimed units m = max over finished tasks of σ(smax·e)."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.own: HatSettings = context.own
+        self.widths = widths(self.model)
+        if not self.widths:
+            raise NessError(
+                f"{type(self.model).__name__} does not say where its hidden units are, so hat cannot gate them; "
+                "give the network `wires` (ness.lab.nets.base.Wire)"
+            )
+        self.embeddings: list[dict[str, nn.Parameter]] = []
+        self.claimed = {name: torch.zeros(width, device=context.device) for name, width in self.widths.items()}
+        self.masks: Tensors = {}  # empty until something is claimed
+        self.gates: Tensors = {}  # of the pass that is under way
+        self.statistics: list[Tensors] = []  # running ones, of every finished task
+        for name in self.widths:
+            self.model.get_submodule(name).register_forward_hook(self._gate(name))
+
+    def _gate(self, name: str) -> Any:
+        def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+            return output * self.gates[name].view(1, -1, *[1] * (output.ndim - 2))
+
+        return hook
+
+    def before_task(self, lesson: Lesson) -> None:
+        """Draws the task's embeddings, N(0, 1)."""
+        random, device = self.context.random.method, self.context.device
+        self.embeddings.append(
+            {
+                name: nn.Parameter(torch.randn(width, generator=random, device=device))
+                for name, width in self.widths.items()
+            }
+        )
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """The backbone, the head, and the task's embeddings."""
+        return [*super().parameters(lesson), *self.embeddings[lesson.task].values()]
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Through the gates of the batch's task, as steep as the clock says."""
+        s = annealed(batch.clock, self.own.smax)
+        self.gates = {name: torch.sigmoid(s * e) for name, e in self.embeddings[batch.task].items()}
+        return super().logits(batch)
+
+    def loss(self, batch: Batch) -> Tensor:
+        """Cross-entropy, and the price of units that were free."""
+        loss = super().loss(batch)
+        return loss + self.own.sparsity * crowding(list(self.gates.values()), list(self.claimed.values()))
+
+    def after_backward(self, batch: Batch) -> None:
+        """Blocks what earlier tasks need, mends the gates' gradients, clips."""
+        for name, mask in self.masks.items():
+            gradient = self.model.get_parameter(name).grad
+            if gradient is not None:
+                gradient *= mask
+        s, own = annealed(batch.clock, self.own.smax), self.embeddings[batch.task].values()
+        for embedding in own:
+            if embedding.grad is not None:
+                embedding.grad *= compensation(embedding.detach(), s, self.own.smax)
+        torch.nn.utils.clip_grad_norm_([*self.model.parameters(), *own], self.own.clip)
+
+    @torch.no_grad()
+    def after_step(self, batch: Batch) -> None:
+        """Keeps the embeddings within reach."""
+        for embedding in self.embeddings[batch.task].values():
+            embedding.clamp_(-REACH, REACH)
+
+    @torch.no_grad()
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Claims the task's units, and keeps its running statistics: weights of blocked units stay, data does not."""
+        own = self.embeddings[lesson.task]
+        for name, embedding in own.items():
+            self.claimed[name] = torch.maximum(self.claimed[name], torch.sigmoid(self.own.smax * embedding))
+        self.masks = masks(self.model, self.claimed)
+        self.statistics.append({name: value.clone() for name, value in self._running().items()})
+        total = sum(self.widths.values())
+        return {"claimed": float(sum(value.sum() for value in self.claimed.values())) / total}
+
+    def use(self, task: int) -> None:
+        """The running statistics of that task; its gates follow from the batch."""
+        running = self._running()
+        for name, value in self.statistics[task].items():
+            running[name].copy_(value)
+
+    def _running(self) -> Tensors:
+        return dict(self.model.named_buffers())
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Embeddings of all tasks begun, claimed units, statistics of all tasks finished."""
+        held: dict[str, Mapping[str, Tensor]] = {"claimed": self.claimed}
+        held |= {f"embedding.{task}": each for task, each in enumerate(self.embeddings)}
+        held |= {f"statistics.{task}": each for task, each in enumerate(self.statistics)}
+        tensors = {f"{part}/{name}": value.detach() for part, each in held.items() for name, value in each.items()}
+        return tensors, {"begun": len(self.embeddings), "finished": len(self.statistics)}
+
+    def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Puts them back on the device; what is blocked follows from what is claimed."""
+
+        def held(kind: str) -> Tensors:
+            start = f"{kind}/"
+            return {k.removeprefix(start): v.to(self.context.device) for k, v in tensors.items() if k.startswith(start)}
+
+        def parameters(found: Tensors) -> dict[str, nn.Parameter]:
+            return {name: nn.Parameter(found[name].clone()) for name in self.widths}
+
+        self.embeddings = [parameters(held(f"embedding.{task}")) for task in range(manifest["begun"])]
+        self.statistics = [held(f"statistics.{task}") for task in range(manifest["finished"])]
+        self.claimed = held("claimed")
+        if self.statistics:
+            self.masks = masks(self.model, self.claimed)
+
+
+def check(settings: Any) -> None:
+    """Refuses gates that cannot close, and decay, which moves what is blocked."""
+    if settings.smax < 1 or settings.sparsity < 0 or settings.clip <= 0:
+        raise NessError(
+            f"smax is {settings.smax}, sparsity {settings.sparsity}, clip {settings.clip}; "
+            "expected 1 or more, 0 or more, above 0"
+        )
+    if settings.weight_decay:
+        raise NessError(
+            f"weight_decay is {settings.weight_decay}, but decay also moves weights that hat blocks; set it to 0"
+        )
+
+
+# methods.md 15 and 21. reference: the repository's schedule; fixed and paper: the GPM paper's rates, shared schedules.
+HAT_SCHEDULE = {"lr": 0.05, "lr_min": 1e-4, "lr_factor": 3.0, "patience": 5, "epochs": 200}
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fixed": {
+        "*": {"optimizer": "sgd", "weight_decay": 0.0},
+        "digits": {"lr": 0.05},
+        "cifar100": {"lr": 0.05},
+        "five-datasets": {"lr": 0.1},
+        "mini-imagenet": {"lr": 0.03},
+    },
+    "reference": {"*": HAT_SCHEDULE},
+}
+
+METHOD = MethodSpec(
+    name="hat",
+    title="Learned gates a task; what its units need is blocked",
+    build=Hat,
+    keeps="one number a unit and task",
+    paper="Serrà et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task",
+    year=2018,
+    settings=HatSettings,
+    presets=PRESETS,
+    check=check,
+    refuses={"adamw": "its scaling undoes the blocking of weights that earlier tasks need; use --optimizer sgd"},
+)
