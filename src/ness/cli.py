@@ -1,4 +1,4 @@
-"""The command line: `ness run | table | report | list | data`, and what a mistake looks like."""
+"""The command line: `ness run | table | tune | report | list | data`, and what a mistake looks like."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -13,6 +13,7 @@ Continual learning without forgetting: train task after task, and see what was k
 
   run      train a method on a benchmark             ness run --benchmark digits --method ness
   table    train several methods, print the table    ness table --benchmark digits --methods finetune ness
+  tune     choose settings on validation data        ness tune --method ness --over eps=1e-3,2e-3
   report   tables and figures of finished runs       ness report runs/
   list     what there is                             ness list methods | benchmarks
   data     the data sets                             ness data list | get | check
@@ -24,6 +25,7 @@ Continual learning without forgetting: train task after task, and see what was k
 COMMANDS = {
     "run": "ness.lab.commands.run",
     "table": "ness.lab.commands.table",
+    "tune": "ness.lab.commands.tune",
     "report": "ness.report.command",
     "list": "ness.lab.commands.list",
     "data": "ness.lab.data.command",
