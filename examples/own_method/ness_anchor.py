@@ -86,6 +86,6 @@ METHOD = MethodSpec(
     build=Anchor,
     keeps="one number a parameter",
     settings=AnchorSettings,
-    presets={"fixed": {"*": {"optimizer": "sgd", "weight_decay": 0.0}, "digits": {"lr": 0.02}}},
+    presets={"fixed": {"*": {"optimizer": "sgd", "weight_decay": 0.0}, "digits": {"lr": 0.05, "pull": 0.3}}},
     check=check,
 )

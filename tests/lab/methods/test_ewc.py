@@ -159,6 +159,15 @@ def test_the_fisher_is_taken_at_the_restored_best_weights(monkeypatch) -> None:
     assert all(torch.equal(taken[name], best[name]) for name in best if name in taken)
 
 
-def test_a_negative_pull_is_refused() -> None:
-    with pytest.raises(NessError, match="penalty is -1"):
-        tiny.job("ewc", penalty=-1.0)
+def test_the_fisher_is_taken_over_so_many_samples_at_most() -> None:
+    few, all_of_them = (after_task(1, fisher_samples=count).method for count in (20, 5000))
+    assert not torch.equal(few.fisher["conv.weight"], all_of_them.fisher["conv.weight"])
+    assert torch.equal(few.anchor["conv.weight"], all_of_them.anchor["conv.weight"])
+
+
+@pytest.mark.parametrize(
+    "changes", [{"penalty": -1.0}, {"clip": 0.0}, {"fisher_samples": 1}, {"fisher": "batch", "fisher_samples": 50}]
+)
+def test_what_does_not_go(changes: dict) -> None:
+    with pytest.raises(NessError, match=r"penalty is -1|clip is 0|fisher_samples (is 1|was set)"):
+        tiny.job("ewc", **changes)
