@@ -136,8 +136,15 @@ def test_table_runs_prints_and_resumes(capsys, tmp_path: Path) -> None:
 def test_report_says_where_it_is(capsys, tmp_path: Path) -> None:
     assert main([*RUN, "frozen"]) == 0
     capsys.readouterr()
+    (tmp_path / "runs/damaged").mkdir()
+    (tmp_path / "runs/damaged/result.json").write_text("{")
     assert main(["report", "runs"]) == 0
-    assert "the report is in runs/report" in capsys.readouterr().err
+    caught = capsys.readouterr()
+    assert "the report is in runs/report" in caught.err
+    assert "left out: runs/damaged: damaged: result.json cannot be read" in caught.err
+    assert all(Path(line).is_file() for line in caught.out.splitlines())
+    assert main(["table", "--from", "runs", "--format", "csv"]) == 0
+    assert "left out: runs/damaged" in capsys.readouterr().err
     assert (tmp_path / "runs/report/table.md").exists()
 
 

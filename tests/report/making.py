@@ -1,5 +1,8 @@
 """Records for tests of the report."""
 
+import json
+from pathlib import Path
+
 from ness.report.records import Record, from_result
 
 
@@ -19,6 +22,48 @@ def result(method: str = "finetune", seed: int = 1, accuracy=None, **changes) ->
         "version": "0",
         **changes,
     }
+
+
+CERTIFICATE = [
+    {"name": "conv", "fan_in": 9, "rank": 0, "bound": 0.0, "rms_bound": 0.0, "rms_drift": 0.0, "relative_drift": 0.0},
+    {"name": "fc", "fan_in": 64, "rank": 40, "bound": 9.0, "rms_bound": 2.0, "rms_drift": 0.5, "relative_drift": 0.01},
+]
+
+
+def with_certificate(seed: int = 1, **changes) -> dict:
+    notes = [{}, {"certificate": [{**row, "rms_drift": row["rms_drift"] * seed} for row in CERTIFICATE]}]
+    return result("ness", seed, notes=notes, seconds=[1.0, 2.0 * seed], epochs=[3, 4], **changes)
+
+
+def large(settings: int, seeds: int, tasks: int, layers: int = 0) -> list[Record]:
+    """Made-up runs, as many as asked for, of many tasks."""
+    names = [f"task {task + 1}" for task in range(tasks)]
+    found = []
+    for setting in range(settings):
+        for seed in range(seeds):
+            loss = (setting % 7) * 0.4
+            accuracy = [
+                [90 - 3 * (i % 4) - loss * (t - i) + seed / 7 if i <= t else None for i in range(tasks)]
+                for t in range(tasks)
+            ]
+            certificate = [
+                {**CERTIFICATE[1], "name": f"layer{layer}.conv", "rms_drift": 0.1} for layer in range(layers)
+            ]
+            changes = {"tasks": names, "digest": f"{setting:010x}", "setting": f"fixed lr={setting}"}
+            changes |= {
+                "seconds": [1.5] * tasks,
+                "epochs": [9] * tasks,
+                "notes": [{}] + [{"certificate": certificate}] * (tasks - 1),
+            }
+            found.append(record(f"method{setting % 12}", seed, accuracy, **changes))
+    return found
+
+
+def write(folder: Path, found: dict) -> Path:
+    """A finished run's folder."""
+    folder.mkdir(parents=True)
+    (folder / "result.json").write_text(json.dumps(found))
+    return folder
 
 
 def record(*args, **changes) -> Record:

@@ -1,5 +1,4 @@
-import json
-from pathlib import Path
+import math
 
 import pytest
 
@@ -8,29 +7,31 @@ from ness.report import records
 from report.making import record, result
 
 
-def test_reads_every_result_below_a_folder(tmp_path: Path) -> None:
-    for seed in (2, 1):
-        folder = tmp_path / "deep" / f"run{seed}"
-        folder.mkdir(parents=True)
-        (folder / "result.json").write_text(json.dumps(result(seed=seed)))
-        (folder / "result.old.json").write_text("not read")
-    found = records.read(tmp_path)
-    assert [one.seed for one in found] == [1, 2]
-    assert found[0].scores.acc == 74.5
-
-
-@pytest.mark.parametrize(("text", "message"), [("{", "cannot be read"), ("{}", "is no result of a run")])
-def test_a_result_that_is_none_is_named(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "result.json").write_text(text)
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"accuracy": "none"}, "accuracy is no list of rows of 2 numbers"),
+        ({"accuracy": [[90.0, None], [80.0]]}, "accuracy is no list of rows"),
+        ({"accuracy": [[90.0, None], [None, 70.0]]}, "accuracy of task 1 after task 2 is None"),
+        ({"accuracy": [[90.0, None], ["80", 70.0]]}, "accuracy is '80', expected a number"),
+        ({"accuracy": [[90.0, None], [math.nan, 70.0]]}, "accuracy is nan"),
+        ({"accuracy": [[90.0, None], [180.0, 70.0]]}, "accuracy of task 1 after task 2 is 180.0"),
+        ({"accuracy": []}, "accuracy has 0 rows"),
+        ({"tasks": None}, "no result of a run"),
+        ({"method": ["x"]}, r"method is \['x'\], expected a str"),
+        ({"seed": True}, "seed is True"),
+        ({"notes": [1]}, "a note is 1"),
+        ({"total_seconds": None}, "total_seconds is None"),
+    ],
+)
+def test_nonsense_is_named(changes: dict, message: str) -> None:
     with pytest.raises(NessError, match=message):
-        records.read(tmp_path)
+        records.from_result({**result(), **changes}, "here")
 
 
-def test_nothing_there(tmp_path: Path) -> None:
-    with pytest.raises(NessError, match="no finished run"):
-        records.read(tmp_path)
-    with pytest.raises(NessError, match="is no folder"):
-        records.read(tmp_path / "missing")
+def test_what_is_missing_is_named() -> None:
+    with pytest.raises(NessError, match="here is no result of a run \\('benchmark' is missing\\)"):
+        records.from_result({}, "here")
 
 
 def test_forward_transfer_only_with_the_same_seed_alone() -> None:

@@ -1,1 +1,1 @@
-"""What is made of finished runs: tables and figures."""
+"""What is made of finished runs: tables, figures, and one page to look at."""

@@ -1,4 +1,4 @@
-"""`ness report`: tables and figures of finished runs."""
+"""`ness report`: the page, the tables and the figures of finished runs."""
 
 import sys
 from dataclasses import dataclass
@@ -7,25 +7,42 @@ from typing import Annotated
 
 import tyro
 
-from ness.report import records, write
+from ness.report import write
+from ness.report.collect import collect
 
-ABOUT = """Write the tables (Markdown, CSV, LaTeX) and the accuracy matrices (PNG, SVG, PDF) of finished runs.
+ABOUT = """Write report.html, the tables (Markdown, CSV, LaTeX) and the figures (PNG, SVG, PDF) of finished runs.
 
-Examples: ness report runs/ · ness report runs/ --out paper/figures"""
+The page is one file that needs no network. The paths written go to standard output.
+
+Examples: ness report runs/ · ness report runs/ results/ --out paper · ness report runs/ --each-run"""
 
 
 @dataclass(frozen=True)
 class ReportArguments:
     """What to report on, and where to."""
 
-    runs: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(help="folder of finished runs")] = Path("runs")
-    out: Annotated[Path | None, tyro.conf.arg(help="folder of the report; by default report/ beside the runs")] = None
+    runs: Annotated[tyro.conf.Positional[tuple[Path, ...]], tyro.conf.arg(help="run folders, or folders of them")] = (
+        Path("runs"),
+    )
+    out: Annotated[Path | None, tyro.conf.arg(help="folder of the report; by default report/ in the runs' folder")] = (
+        None
+    )
+    each_run: Annotated[bool, tyro.conf.arg(help="the heat-map of every single run as well, as files")] = False
 
 
 def main(argv: list[str]) -> int:
-    """Writes the report and says where it is."""
-    own = tyro.cli(ReportArguments, args=argv, prog="ness report", description=ABOUT)
-    folder = own.out or own.runs / "report"
-    written = write.write(records.read(own.runs), folder)
-    sys.stderr.write(f"the report is in {folder} ({len(written)} files)\n")
+    """Writes the report; what was left out and where the page is go to standard error."""
+    own = tyro.cli(
+        ReportArguments, args=argv, prog="ness report", description=ABOUT, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    found = collect(own.runs)
+    for problem in found.problems:
+        sys.stderr.write(f"ness: left out: {problem}\n")
+    folder = own.out or (own.runs[0] / "report" if len(own.runs) == 1 else Path("report"))
+    count = 0
+    for path in write.write(found, folder, own.each_run):
+        sys.stdout.write(f"{path}\n")
+        sys.stdout.flush()
+        count += 1
+    sys.stderr.write(f"the report is in {folder} ({count} files)\n")
     return 0

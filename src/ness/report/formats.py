@@ -1,25 +1,15 @@
-"""A table as Markdown, CSV, LaTeX or aligned text."""
+"""The table of runs as Markdown, CSV, LaTeX or aligned text."""
 
 import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 
+from ness.report.latex import table_one
+from ness.report.shown import number
 from ness.report.table import Measured, Row
 
 HEADER = ("benchmark", "method", "setting", "seeds", "ACC", "BWT", "forgetting", "learning", "forward", "seconds")
-
-
-def number(value: Measured, signed: bool = False) -> str:
-    """'72.46 ± 0.26'; without a deviation '72.46'; nothing for nothing.
-
-    >>> number((72.456, 0.256)), number((0.034, None), signed=True), number(None)
-    ('72.46 ± 0.26', '+0.03', '')
-    """
-    if value is None:
-        return ""
-    mean, deviation = value
-    text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
-    return text if deviation is None else f"{text} ± {deviation:.2f}"
+PAPER = ("paper ACC", "paper BWT")
 
 
 def cells(row: Row) -> tuple[str, ...]:
@@ -38,9 +28,20 @@ def cells(row: Row) -> tuple[str, ...]:
     )
 
 
+def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
+    """Header and rows; with the paper's numbers where it has any of them."""
+    if not any(row.paper for row in rows):
+        return [HEADER, *(cells(row) for row in rows)]
+    lines: list[tuple[str, ...]] = [HEADER + PAPER]
+    for row in rows:
+        beside = ("", "") if row.paper is None else (number(row.paper.acc), number(row.paper.bwt, signed=True))
+        lines.append(cells(row) + beside)
+    return lines
+
+
 def text(rows: Sequence[Row]) -> str:
     """Columns aligned with blanks, for a terminal."""
-    return aligned([HEADER, *(cells(row) for row in rows)])
+    return aligned(table(rows))
 
 
 def aligned(lines: Sequence[tuple[str, ...]]) -> str:
@@ -52,56 +53,46 @@ def aligned(lines: Sequence[tuple[str, ...]]) -> str:
 
 def markdown(rows: Sequence[Row]) -> str:
     """A pipe table."""
-    lines = [HEADER, ("---",) * 4 + ("---:",) * 6, *(cells(row) for row in rows)]
-    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+    header, *lines = table(rows)
+    return pipes([header, ("---",) * 4 + ("---:",) * (len(header) - 4), *lines])
+
+
+def pipes(lines: Sequence[Sequence[str]]) -> str:
+    """Lines of a Markdown table; what would end a cell or begin a tag is escaped."""
+
+    def cell(text: str) -> str:
+        return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
+
+    return "".join("| " + " | ".join(map(cell, line)) + " |\n" for line in lines)
 
 
 def comma_separated(rows: Sequence[Row]) -> str:
     """CSV with every number in full; empty where there is none."""
     names = ("acc", "bwt", "forgetting", "learning", "forward", "seconds")
-    out = io.StringIO()
-    writer = csv.writer(out, lineterminator="\n")
     header = ["benchmark", "method", "setting", "seeds"]
-    writer.writerow([*header, *(column for name in names for column in (name, f"{name}_std")), "memory"])
+    header += [*(column for name in names for column in (name, f"{name}_std")), "memory"]
+    header += ["paper_acc", "paper_acc_std", "paper_bwt", "paper_bwt_std"]
+    lines: list[Sequence[object]] = [header]
     for row in rows:
         values: list[object] = [row.benchmark, row.method, row.setting, " ".join(map(str, row.seeds))]
         for name in names:
             measured: Measured = getattr(row, name)
             values += ["", ""] if measured is None else [measured[0], "" if measured[1] is None else measured[1]]
-        writer.writerow([*values, "" if row.memory is None else row.memory])
+        values.append("" if row.memory is None else row.memory)
+        lines.append([*values, *(("",) * 4 if row.paper is None else (*row.paper.acc, *row.paper.bwt))])
+    return commas(lines)
+
+
+def commas(lines: Sequence[Sequence[object]]) -> str:
+    """Lines of a CSV file."""
+    out = io.StringIO()
+    csv.writer(out, lineterminator="\n").writerows(lines)
     return out.getvalue()
-
-
-def latex(rows: Sequence[Row]) -> str:
-    """A booktabs table of ACC and BWT."""
-    lines = [
-        "% needs \\usepackage{booktabs}",
-        "\\begin{tabular}{lllrr}",
-        "\\toprule",
-        "Benchmark & Method & Setting & ACC (\\%) & BWT (\\%) \\\\",
-        "\\midrule",
-    ]
-    for row in rows:
-        shown = [_escape(text) for text in (row.benchmark, row.method, row.setting)]
-        shown += [_in_latex(row.acc, False), _in_latex(row.bwt, True)]
-        lines.append(" & ".join(shown) + " \\\\")
-    return "\n".join([*lines, "\\bottomrule", "\\end{tabular}"]) + "\n"
-
-
-def _in_latex(value: Measured, signed: bool) -> str:
-    shown = number(value, signed).replace(" ± ", " \\pm ")
-    return f"${shown}$" if shown else "--"
-
-
-def _escape(plain: str) -> str:
-    special = {"&": "\\&", "%": "\\%", "#": "\\#", "_": "\\_", "$": "\\$", "{": "\\{", "}": "\\}"}
-    special |= {"~": "\\textasciitilde{}", "^": "\\textasciicircum{}", "\\": "\\textbackslash{}"}
-    return "".join(special.get(letter, letter) for letter in plain)
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Row]], str]] = {
     "text": text,
     "markdown": markdown,
     "csv": comma_separated,
-    "latex": latex,
+    "latex": table_one,
 }

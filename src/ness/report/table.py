@@ -1,9 +1,12 @@
-"""The table of a set of runs: one row a setting, mean ± sample deviation over seeds."""
+"""The table of a set of runs: one row a setting, mean ± sample deviation over seeds, the paper's number beside it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ness.lab.metrics import mean_and_deviation
+from ness.report import groups
+from ness.report.groups import Setting
+from ness.report.paper import PaperNumber, number_for
 from ness.report.records import Record, with_forward_transfer
 
 Measured = tuple[float, float | None] | None  # mean and deviation, or nothing to say
@@ -24,31 +27,31 @@ class Row:
     forward: Measured
     seconds: Measured
     memory: int | None  # bytes, the largest of the seeds
+    paper: PaperNumber | None = None
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """One row for each benchmark, method and setting, in the order of their first record."""
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in with_forward_transfer(records):
-        groups.setdefault((record.benchmark, record.method, record.digest), []).append(record)
-    return [_row(sorted(group, key=lambda record: record.seed)) for group in groups.values()]
+    """One row for each setting, in the order of their first record."""
+    return [row(setting) for setting in groups.settings(with_forward_transfer(records))]
 
 
-def _row(group: Sequence[Record]) -> Row:
-    first = group[0]
-    memory = [record.memory for record in group if record.memory is not None]
+def row(setting: Setting) -> Row:
+    """What the table says of a setting."""
+    first, runs = setting.first, setting.records
+    memory = [record.memory for record in runs if record.memory is not None]
     return Row(
         benchmark=first.benchmark,
         method=first.method,
         setting=first.setting,
-        seeds=tuple(record.seed for record in group),
-        acc=_measured([record.scores.acc for record in group]),
-        bwt=_measured([record.scores.bwt for record in group]),
-        forgetting=_measured([record.scores.forgetting for record in group]),
-        learning=_measured([record.scores.learning for record in group]),
-        forward=_measured([record.scores.forward for record in group]),
-        seconds=_measured([record.seconds for record in group]),
+        seeds=setting.seeds,
+        acc=_measured([record.scores.acc for record in runs]),
+        bwt=_measured([record.scores.bwt for record in runs]),
+        forgetting=_measured([record.scores.forgetting for record in runs]),
+        learning=_measured([record.scores.learning for record in runs]),
+        forward=_measured([record.scores.forward for record in runs]),
+        seconds=_measured([record.seconds for record in runs]),
         memory=max(memory) if memory else None,
+        paper=number_for(first.method, first.benchmark, first.settings),
     )
 
 

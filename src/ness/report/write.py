@@ -1,46 +1,64 @@
-"""Writes the report of a folder of runs: the table in three formats and an accuracy matrix for each of its rows."""
+"""Writes the report of a set of runs: the page, every table in three formats, every figure in three."""
 
 import os
-import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ness.errors import NessError
-from ness.report import formats, matrix
-from ness.report.records import Record
+from ness.report import draw, formats, groups, sheets
+from ness.report.collect import Found
+from ness.report.draw import Drawing
+from ness.report.figures.canvas import save
+from ness.report.groups import Setting
+from ness.report.sheets import Sheet
 from ness.report.table import rows
 
 TABLES = {"table.md": "markdown", "table.csv": "csv", "table.tex": "latex"}
 
 
-def write(records: Sequence[Record], folder: Path) -> list[Path]:
-    """The paths written, tables first."""
+def write(found: Found, folder: Path, each_run: bool = False) -> Iterator[Path]:
+    """The paths, each when it is written: the tables, the figures."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        return [*_tables(records, folder), *_figures(records, folder)]
+        yield from _tables(found, folder)
+        settings = groups.settings(found.records)
+        yield from _figures(draw.of_benchmarks(settings), folder / "figures")
+        yield from _figures(draw.of_settings(settings), folder / "figures")
+        if each_run:
+            yield from _figures(draw.of_runs(settings), folder / "figures" / "runs")
     except OSError as error:
         raise NessError(f"cannot write the report to {folder} ({error.strerror}); choose another --out") from error
 
 
-def _tables(records: Sequence[Record], folder: Path) -> list[Path]:
-    lines = rows(records)
-    written = []
+def _tables(found: Found, folder: Path) -> Iterator[Path]:
+    lines = rows(found.records)
     for name, kind in TABLES.items():
-        path, temporary = folder / name, folder / f".{name}.{os.getpid()}.tmp"
-        temporary.write_text(formats.FORMATS[kind](lines), encoding="utf-8")
-        temporary.replace(path)
-        written.append(path)
-    return written
+        yield _file(folder / name, formats.FORMATS[kind](lines))
+    for sheet in _sheets(groups.settings(found.records)):
+        for ending, text in (("md", sheet.markdown()), ("csv", sheet.csv()), ("tex", sheet.latex())):
+            yield _file(folder / "tables" / f"{sheet.name}.{ending}", text)
 
 
-def _figures(records: Sequence[Record], folder: Path) -> list[Path]:
-    groups: dict[tuple[str, str, str], list[Record]] = {}
-    for record in records:
-        groups.setdefault((record.benchmark, record.method, record.digest), []).append(record)
-    written = []
-    for (benchmark, method, digest), group in groups.items():
-        seeds = "seed" if len(group) == 1 else f"mean of {len(group)} seeds"
-        title = f"{method} on {benchmark} ({group[0].setting}), {seeds}{f' {group[0].seed}' if len(group) == 1 else ''}"
-        stem = folder / re.sub(r"[^\w.-]", "_", f"accuracy-{benchmark}-{method}-{digest}")
-        written += matrix.save(matrix.figure([record.accuracy for record in group], title), stem)
-    return written
+def _sheets(settings: list[Setting]) -> Iterator[Sheet]:
+    for name in dict.fromkeys(setting.first.benchmark for setting in settings):
+        mine = [setting for setting in settings if setting.first.benchmark == name]
+        yield sheets.times(mine, groups.file_name(name))
+    for setting, label, stem in zip(settings, groups.labels(settings), groups.stems(settings), strict=True):
+        yield sheets.matrix(setting, label, stem)
+        if (sheet := sheets.certificate(setting, label, stem)) is not None:
+            yield sheet
+
+
+def _figures(drawings: Iterable[tuple[str, Drawing]], folder: Path) -> Iterator[Path]:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, drawing in drawings:
+        if (drawn := drawing()) is not None:
+            yield from save(drawn, folder / name)
+
+
+def _file(path: Path, text: str) -> Path:
+    """Writes a file whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8", newline="\n")
+    temporary.replace(path)
+    return path

@@ -16,6 +16,7 @@ from ness.lab.commands.display import display
 from ness.lab.grid import jobs, run_all
 from ness.lab.settings import setting
 from ness.report import records
+from ness.report.collect import collect
 from ness.report.formats import FORMATS
 from ness.report.table import rows
 
@@ -50,7 +51,10 @@ def main(argv: list[str]) -> int:
     """Prints the table on standard output, everything else on standard error."""
     if "from" in given(argv):
         found = tyro.cli(FromArguments, args=argv, prog="ness table", description=ABOUT)
-        sys.stdout.write(FORMATS[found.format](rows(records.read(found.source))))
+        runs = collect([found.source])
+        for problem in runs.problems:
+            sys.stderr.write(f"ness: left out: {problem}\n")
+        sys.stdout.write(FORMATS[found.format](rows(runs.records)))
         return 0
     methods = methods_in(argv)
     request = parse(argv, TableArguments, methods, ABOUT, "ness table")

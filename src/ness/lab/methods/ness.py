@@ -117,6 +117,7 @@ def certificate_row(row: Any) -> dict[str, Any]:
         "fan_in": row.fan_in,
         "rank": row.rank,
         "bound": row.bound,
+        "rms_bound": row.rms_bound,
         "rms_drift": row.rms_drift,
         "relative_drift": row.relative_drift,
     }

@@ -1,0 +1,91 @@
+"""Finds runs below folders: the records of finished ones, and what is wrong with the others."""
+
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ness.errors import NessError
+from ness.report.records import Record, from_result
+
+
+@dataclass(frozen=True)
+class Problem:
+    """A run that is not counted, and why."""
+
+    folder: Path
+    state: Literal["damaged", "unfinished", "repeated"]
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.folder}: {self.state}: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Found:
+    """What lies below some folders."""
+
+    records: tuple[Record, ...]
+    problems: tuple[Problem, ...] = ()
+
+
+def collect(paths: Sequence[Path]) -> Found:
+    """Every run in or below the paths, in the order of their names; a damaged one does not stop the rest."""
+    records: list[Record] = []
+    problems: list[Problem] = []
+    places: dict[tuple[str, str, str, tuple[str, ...], int], Path] = {}
+    for folder in _run_folders(paths):
+        found = _read(folder)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        key = (found.benchmark, found.method, found.digest, found.tasks, found.seed)
+        if key in places:
+            problems.append(Problem(folder, "repeated", f"the same settings and seed as {places[key]}, counted once"))
+            continue
+        places[key] = folder
+        records.append(found)
+    if not records:
+        shown = "; ".join([" and ".join(map(str, paths)), *map(str, problems[:3])])
+        raise NessError(f"there is no finished run under {shown}. A run is finished when it has a good result.json")
+    return Found(tuple(records), tuple(problems))
+
+
+def _run_folders(paths: Iterable[Path]) -> Iterator[Path]:
+    """Folders with a result.json or a config.json, each once."""
+    seen: set[Path] = set()
+    for path in paths:
+        if not path.is_dir():
+            raise NessError(f"{path} is no folder; expected one with finished runs: ness run writes them to runs/")
+        below = {file.parent for name in ("result.json", "config.json") for file in path.rglob(name)}
+        for folder in sorted(below):
+            if folder.resolve() not in seen:
+                seen.add(folder.resolve())
+                if (folder / "result.json").exists() or is_begun(folder):
+                    yield folder
+
+
+def is_begun(folder: Path) -> bool:
+    """Whether a folder without a result is a run's: its config names one, or it is damaged beside a log."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return (folder / "events.jsonl").exists()
+    return isinstance(config, dict) and {"benchmark", "method", "seed"} <= config.keys()
+
+
+def _read(folder: Path) -> Record | Problem:
+    path = folder / "result.json"
+    if not path.exists():
+        return Problem(folder, "unfinished", "there is no result.json; the same command goes on with it")
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        return Problem(folder, "damaged", f"result.json cannot be read ({error}); run it with --again")
+    if not isinstance(result, dict):
+        return Problem(folder, "damaged", f"result.json holds a {type(result).__name__}, expected an object")
+    try:
+        return from_result(result, "result.json")
+    except NessError as error:
+        return Problem(folder, "damaged", str(error))

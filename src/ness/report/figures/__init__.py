@@ -1,0 +1,1 @@
+"""Figures that go into papers, drawn with matplotlib: one file a kind."""
