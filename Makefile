@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers lint types bench clean
+.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-browser lint types bench clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -20,7 +20,8 @@ run: $(VENV)/.ready             ## train finetune, frozen and ness on real digit
 	@$(BIN)/python -m ness report runs/
 
 test: $(VENV)/.ready            ## set everything up and run the tests
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "not slow and not kill and not real and not transformers and not gpu"
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 \
+	  -m "not slow and not kill and not real and not transformers and not gpu and not browser"
 
 test-slow: $(VENV)/.ready       ## the checks that take minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow
@@ -37,6 +38,10 @@ test-gpu: $(VENV)/.ready        ## the checks on a CUDA card
 test-transformers: $(VENV)/.ready  ## the checks against the real transformers package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m transformers
+
+test-browser: $(VENV)/.ready    ## the report in a real browser (Debian's chromium; skipped where there is none)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m browser
 
 lint: $(VENV)/.ready            ## ruff: style and format
 	$(BIN)/python -m ruff check .

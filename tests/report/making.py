@@ -1,6 +1,7 @@
 """Records for tests of the report."""
 
 import json
+import random
 from pathlib import Path
 
 from ness.report.records import Record, from_result
@@ -37,13 +38,14 @@ def with_certificate(seed: int = 1, **changes) -> dict:
 
 def large(settings: int, seeds: int, tasks: int, layers: int = 0) -> list[Record]:
     """Made-up runs, as many as asked for, of many tasks."""
+    draw = random.Random(1)
     names = [f"task {task + 1}" for task in range(tasks)]
     found = []
     for setting in range(settings):
         for seed in range(seeds):
             loss = (setting % 7) * 0.4
             accuracy = [
-                [90 - 3 * (i % 4) - loss * (t - i) + seed / 7 if i <= t else None for i in range(tasks)]
+                [90 - 3 * (i % 4) - loss * (t - i) + draw.gauss(0, 1.5) if i <= t else None for i in range(tasks)]
                 for t in range(tasks)
             ]
             certificate = [

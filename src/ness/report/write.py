@@ -10,6 +10,7 @@ from ness.report.collect import Found
 from ness.report.draw import Drawing
 from ness.report.figures.canvas import save
 from ness.report.groups import Setting
+from ness.report.page import page
 from ness.report.sheets import Sheet
 from ness.report.table import rows
 
@@ -17,8 +18,9 @@ TABLES = {"table.md": "markdown", "table.csv": "csv", "table.tex": "latex"}
 
 
 def write(found: Found, folder: Path, each_run: bool = False) -> Iterator[Path]:
-    """The paths, each when it is written: the tables, the figures."""
+    """The paths, each when it is written: the page first, then the tables, then the figures."""
     try:
+        yield _file(folder / "report.html", page(found))
         yield from _tables(found, folder)
         settings = groups.settings(found.records)
         yield from _figures(draw.of_benchmarks(settings), folder / "figures")

@@ -1,0 +1,100 @@
+"""The page's main table: columns that say something, cells with what they sort by and how they stand out."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ness.report.marks import Mark, Marks, marks
+from ness.report.paper import PaperNumber
+from ness.report.shown import duration, number
+from ness.report.table import Measured, Row
+
+PLAIN = Mark()
+
+
+@dataclass(frozen=True)
+class Cell:
+    """What is shown, what it sorts by, and its marks."""
+
+    text: str
+    value: float | str | None = None
+    mark: Mark = PLAIN
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Column:
+    """A head, what it means, and the cell of a row."""
+
+    name: str
+    hint: str
+    cell: Callable[[Row, Marks], Cell]
+    numeric: bool = True
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Columns and lines; the first cell of a line is its head."""
+
+    columns: tuple[Column, ...]
+    lines: tuple[tuple[Cell, ...], ...]
+    notes: tuple[str, ...]  # what to know about the paper's numbers
+
+
+def listing(rows: Sequence[Row], labels: Sequence[str]) -> Listing:
+    """The table of one benchmark; a column without any entry is left out, best ACC stands first."""
+    names = {id(row): label for row, label in zip(rows, labels, strict=True)}
+    ordered = sorted(zip(rows, marks(rows), strict=True), key=lambda one: -_mean(one[0].acc))
+    notes = list(dict.fromkeys(row.paper.note for row in rows if row.paper and row.paper.note))
+    columns = _columns(names, notes)
+    lines = [[column.cell(row, mark) for column in columns] for row, mark in ordered]
+    kept = [n for n in range(len(columns)) if any(line[n].text for line in lines)]
+    return Listing(tuple(columns[n] for n in kept), tuple(tuple(line[n] for n in kept) for line in lines), tuple(notes))
+
+
+def _columns(names: dict[int, str], notes: Sequence[str]) -> list[Column]:
+    def paper(of: Callable[[PaperNumber], Measured], signed: bool) -> Callable[[Row, Marks], Cell]:
+        def cell(row: Row, mark: Marks) -> Cell:
+            if row.paper is None:
+                return Cell("")
+            note = str(notes.index(row.paper.note) + 1) if row.paper.note else ""
+            return _measured(of(row.paper), signed, note=note)
+
+        return cell
+
+    return [
+        Column("Method", "", lambda row, mark: Cell(names[id(row)], names[id(row)].lower()), False),
+        Column("Seeds", "runs that differ in the seed alone", lambda row, mark: _seeds(row)),
+        Column("ACC %", "mean accuracy over all tasks at the end", lambda row, mark: _measured(row.acc, mark=mark.acc)),
+        Column("paper's ACC", "as the paper prints it", paper(lambda number: number.acc, False)),
+        Column(
+            "BWT %", "change of earlier tasks since they were learnt",
+            lambda row, mark: _measured(row.bwt, True, mark.bwt),
+        ),
+        Column("paper's BWT", "as the paper prints it", paper(lambda number: number.bwt, True)),
+        Column("learnt %", "mean accuracy of each task just after it", lambda row, mark: _measured(row.learning)),
+        Column("forgetting", "from the best a task ever was", lambda row, mark: _measured(row.forgetting)),
+        Column(
+            "forward", "learnt, less the accuracy of each task trained alone",
+            lambda row, mark: _measured(row.forward, True),
+        ),
+        Column("time", "of a run", lambda row, mark: _time(row)),
+    ]  # fmt: skip
+
+
+def _measured(value: Measured, signed: bool = False, mark: Mark = PLAIN, note: str = "") -> Cell:
+    return Cell(number(value, signed).replace("-", "−"), None if value is None else value[0], mark, note)
+
+
+def _seeds(row: Row) -> Cell:
+    shown = " ".join(map(str, row.seeds))
+    return Cell(shown if len(shown) <= 16 else f"{len(row.seeds)} seeds", len(row.seeds))
+
+
+def _time(row: Row) -> Cell:
+    return Cell(
+        "" if row.seconds is None else duration(row.seconds[0]), None if row.seconds is None else row.seconds[0]
+    )
+
+
+def _mean(value: Measured) -> float:
+    return float("-inf") if value is None else value[0]

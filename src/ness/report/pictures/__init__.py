@@ -1,0 +1,1 @@
+"""The page's own pictures: geometry as plain data, turned into inline SVG by the templates."""
