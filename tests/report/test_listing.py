@@ -8,8 +8,8 @@ def test_columns_that_say_nothing_are_left_out() -> None:
     assert [column.name for column in found.columns] == [
         "Method", "Seeds", "ACC %", "BWT %", "learnt %", "forgetting", "time",
     ]  # fmt: skip
-    assert [line[0].text for line in found.lines] == ["joint", "finetune"]  # the best first
-    assert [line[3].text for line in found.lines] == ["", "−11.00"]
+    assert [line[0].text for line in found.lines] == ["finetune", "joint"]  # ceilings last
+    assert [line[3].text for line in found.lines] == ["−11.00", ""]
 
 
 def test_the_papers_number_with_what_to_know_about_it() -> None:

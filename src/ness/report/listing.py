@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from ness.report.groups import CEILINGS
 from ness.report.marks import Mark, Marks, marks
 from ness.report.paper import PaperNumber
 from ness.report.shown import duration, number
@@ -41,9 +42,11 @@ class Listing:
 
 
 def listing(rows: Sequence[Row], labels: Sequence[str]) -> Listing:
-    """The table of one benchmark; a column without any entry is left out, best ACC stands first."""
+    """The table of one benchmark; a column without any entry is left out, the best ACC stands first, ceilings last."""
     names = {id(row): label for row, label in zip(rows, labels, strict=True)}
-    ordered = sorted(zip(rows, marks(rows), strict=True), key=lambda one: -_mean(one[0].acc))
+    ordered = sorted(
+        zip(rows, marks(rows), strict=True), key=lambda one: (one[0].method in CEILINGS, -_mean(one[0].acc))
+    )
     notes = list(dict.fromkeys(row.paper.note for row in rows if row.paper and row.paper.note))
     columns = _columns(names, notes)
     lines = [[column.cell(row, mark) for column in columns] for row, mark in ordered]

@@ -105,7 +105,7 @@ def sections(settings: Sequence[Setting], labels: Sequence[str]) -> list[Section
     out = []
     for n, name in enumerate(names):
         chosen = [i for i, setting in enumerate(settings) if setting.first.benchmark == name]
-        chosen.sort(key=lambda i: -average_accuracy(settings[i].accuracy))  # the best first, as in the table
+        chosen.sort(key=lambda i: (settings[i].is_ceiling, -average_accuracy(settings[i].accuracy)))
         mine, called = [settings[i] for i in chosen], [labels[i] for i in chosen]
         table = [row(setting) for setting in mine]
         axis = lines.axis_of([setting.accuracy for setting in mine])

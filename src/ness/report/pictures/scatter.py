@@ -133,7 +133,7 @@ def _names(
     for i in wanted:
         a, b = x(places[i][0]), y(places[i][1])
         text = labels[i] if len(labels[i]) <= 28 else labels[i][:27] + "…"
-        wide = 6.4 * len(text)
+        wide = 7.6 * len(text)
         for dx, dy, anchor in BESIDE:
             left = a + dx - {"start": 0.0, "end": wide, "middle": wide / 2}[anchor]
             box = (left, b + dy - 10, left + wide, b + dy + 3)
