@@ -33,7 +33,7 @@ def test_no_command_help_and_version(capsys) -> None:
     assert capsys.readouterr().out == f"ness {ness.__version__}\n"
 
 
-@pytest.mark.parametrize("command", ["run", "table", "tune", "report", "list"])
+@pytest.mark.parametrize("command", ["run", "table", "tune", "report", "watch", "list"])
 def test_every_command_has_help_with_an_example(command: str, capsys) -> None:
     assert main([command, "--help"]) == 0
     assert f"ness {command} " in capsys.readouterr().out.split("options")[0].replace("usage: ness", "")

@@ -1,4 +1,4 @@
-"""The command line: `ness run | table | tune | report | list | data`, and what a mistake looks like."""
+"""The command line: `ness run | table | tune | report | watch | list | data`, and what a mistake looks like."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -14,7 +14,8 @@ Continual learning without forgetting: train task after task, and see what was k
   run      train a method on a benchmark             ness run --benchmark digits --method ness
   table    train several methods, print the table    ness table --benchmark digits --methods finetune ness
   tune     choose settings on validation data        ness tune --method ness --over eps=1e-3,2e-3
-  report   tables and figures of finished runs       ness report runs/
+  report   page, tables, figures of finished runs    ness report runs/
+  watch    what is done, what runs, what is left     ness watch runs/
   list     what there is                             ness list methods | benchmarks
   data     the data sets                             ness data list | get | check
 
@@ -27,6 +28,7 @@ COMMANDS = {
     "table": "ness.lab.commands.table",
     "tune": "ness.lab.commands.tune",
     "report": "ness.report.command",
+    "watch": "ness.lab.commands.watch",
     "list": "ness.lab.commands.list",
     "data": "ness.lab.data.command",
 }

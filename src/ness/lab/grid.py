@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ness.errors import NessError
-from ness.lab import registry
+from ness.lab import plan, registry
 from ness.lab.environment import choose_device, repeatable
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import lanes_for, side_by_side
@@ -45,6 +45,7 @@ def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[s
 def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callable[[Job, int], Listener]) -> Grid:
     """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on."""
     asked = list(work)
+    plan.note(options.out, asked)
     grid = Grid()
     runs = [partial(running, job, seed, options, listener(job, seed)) for job, seed in asked]
     device = choose_device(options.device)
