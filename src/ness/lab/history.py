@@ -21,33 +21,29 @@ class History:
         """Lessons finished."""
         return len(self.accuracy)
 
+    def after(self, event: Mapping[str, Any]) -> "History":
+        """The course with one more event; a lesson that comes again is done again."""
+        kind = event["event"]
+        if kind not in ("task", "epoch", "learnt", "resumed"):
+            return self
+        at = int(event["tasks" if kind == "resumed" else "task"])
+        kept = (self.accuracy[:at], self.epochs[:at], self.seconds[:at])
+        if kind == "task":
+            return History(*kept, since=float(event["time"]))
+        if kind == "resumed":
+            return History(*kept, int(event["epoch"]), self.valid_accuracy, float(event["time"]))
+        if kind == "epoch":
+            return History(*kept, int(event["epoch"]), float(event["valid_accuracy"]), self.since)
+        row = tuple(float(value) for value in event["accuracy"])
+        return History((*kept[0], row), (*kept[1], int(event["epochs"])), (*kept[2], float(event["seconds"])))
+
 
 def history(events: Iterable[Mapping[str, Any]]) -> History:
     """From the events of a log in their order; one that is not whole is passed over."""
     now = History()
     for event in events:
         try:
-            now = _after(now, event)
+            now = now.after(event)
         except (KeyError, TypeError, ValueError):
             continue
     return now
-
-
-def _after(now: History, event: Mapping[str, Any]) -> History:
-    kind = event["event"]
-    if kind not in ("task", "epoch", "learnt"):
-        return _resumed(now, event) if kind == "resumed" else now
-    at = int(event["task"])
-    kept = (now.accuracy[:at], now.epochs[:at], now.seconds[:at])  # a lesson that comes again is done again
-    if kind == "task":
-        return History(*kept, since=float(event["time"]))
-    if kind == "epoch":
-        return History(*kept, int(event["epoch"]), float(event["valid_accuracy"]), now.since)
-    row = tuple(float(value) for value in event["accuracy"])
-    return History((*kept[0], row), (*kept[1], int(event["epochs"])), (*kept[2], float(event["seconds"])))
-
-
-def _resumed(now: History, event: Mapping[str, Any]) -> History:
-    at = int(event["tasks"])
-    kept = (now.accuracy[:at], now.epochs[:at], now.seconds[:at])
-    return History(*kept, int(event["epoch"]), now.valid_accuracy, float(event["time"]))

@@ -2,7 +2,7 @@
 
 import importlib
 import pkgutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -40,6 +40,18 @@ def all_networks() -> Mapping[str, NetworkSpec]:
     return collect(NetworkSpec, [*inside, *outside("ness.networks")])
 
 
+def loggers() -> Mapping[str, Callable[[], Any]]:
+    """Every entry point of the group `ness.loggers`, by its name: what makes a logger (see `ness.lab.logs`)."""
+    found: dict[str, Callable[[], Any]] = {}
+    for where, make in outside("ness.loggers", named=True):
+        if not callable(make):
+            raise NessError(
+                f"entry point {where!r} of group 'ness.loggers' is a {type(make).__name__}; expected a class"
+            )
+        found[where] = make
+    return found
+
+
 def find(kind: str, name: str, known: Mapping[str, T]) -> T:
     """The one of this name; otherwise an error that names the nearest.
 
@@ -60,11 +72,11 @@ def scan(package: ModuleType, attribute: str) -> Iterable[tuple[str, Any]]:
             yield module.__name__, getattr(module, attribute)
 
 
-def outside(group: str) -> Iterable[tuple[str, object]]:
-    """(where, object) for each entry point of the group, from any installed distribution."""
+def outside(group: str, named: bool = False) -> Iterable[tuple[str, object]]:
+    """(where, object) for each entry point of the group, from any installed distribution; or (its name, object)."""
     for point in entry_points(group=group):
         try:
-            yield f"entry point {point.value}", point.load()
+            yield point.name if named else f"entry point {point.value}", point.load()
         except Exception as error:
             raise NessError(
                 f"entry point {point.value!r} of group {group!r} cannot be loaded ({error}); mend or remove it"

@@ -34,6 +34,7 @@ class Common:
     quiet: bool = setting(False, "plain lines instead of a live bar")
     threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
     save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
+    log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")
     config: Path | None = setting(None, "TOML file of settings by name; the command line goes before it")
 
 

@@ -9,6 +9,7 @@ from ness.lab.commands.arguments import Common, parse
 from ness.lab.commands.display import display
 from ness.lab.grid import run_all
 from ness.lab.jobs import resolve
+from ness.lab.logs import logged, named
 from ness.lab.settings import setting
 from ness.report.formats import text
 from ness.report.records import from_result
@@ -36,11 +37,12 @@ def main(argv: list[str]) -> int:
     own = request.own
     try:
         job = resolve(own.method, own.benchmark, own.preset, request.changes)
+        loggers = named(own.log)
     except NessError as error:
         raise WrongUse(str(error)) from error
     options = request.options()
-    with display(own.quiet, len(own.seeds)) as shown:
-        grid = run_all([(job, seed) for seed in own.seeds], options, shown.listener)
+    with display(own.quiet, len(own.seeds)) as shown, logged(loggers, own.out, shown.listener) as listener:
+        grid = run_all([(job, seed) for seed in own.seeds], options, listener)
     for outcome in grid.outcomes:
         said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[
             outcome.how

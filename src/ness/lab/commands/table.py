@@ -14,6 +14,7 @@ from ness.lab import registry
 from ness.lab.commands.arguments import Common, given, parse
 from ness.lab.commands.display import display
 from ness.lab.grid import jobs, run_all
+from ness.lab.logs import logged, named
 from ness.lab.settings import setting
 from ness.report import records
 from ness.report.collect import collect
@@ -63,10 +64,11 @@ def main(argv: list[str]) -> int:
         work = [
             (job, seed) for job in jobs(own.methods, own.benchmark, own.preset, request.changes) for seed in own.seeds
         ]
+        loggers = named(own.log)
     except NessError as error:
         raise WrongUse(str(error)) from error
-    with display(own.quiet, len(work)) as shown:
-        grid = run_all(work, request.options(), shown.listener)
+    with display(own.quiet, len(work)) as shown, logged(loggers, own.out, shown.listener) as listener:
+        grid = run_all(work, request.options(), listener)
     for name, reason in grid.failures.items():
         sys.stderr.write(f"ness: {name}: {reason}\n")
     done = [records.from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes]

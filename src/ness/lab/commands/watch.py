@@ -17,7 +17,8 @@ from rich.text import Text
 from ness.cli import WrongUse
 from ness.errors import NessError
 from ness.lab.standing import Standing, State, Watched, time_left
-from ness.report.formats import aligned, text
+from ness.report.formats import HEADER as HEAD_OF_TABLE
+from ness.report.formats import aligned, cells
 from ness.report.records import Record, from_result
 from ness.report.shown import duration
 from ness.report.table import rows
@@ -112,13 +113,14 @@ def line(one: Standing) -> tuple[str, ...]:
 
 
 def results(found: Sequence[Standing]) -> str:
-    """The table of what is done; nothing where nothing is."""
+    """The table of what is done, narrow enough for a terminal; nothing where nothing is."""
     records: list[Record] = []
     for one in found:
         if one.result is not None:
             with contextlib.suppress(NessError):
                 records.append(from_result(one.result, one.asked.folder))
-    return text(rows(records)) if records else ""
+    narrow = [(*line[:6], line[9]) for line in (HEAD_OF_TABLE, *(cells(row) for row in rows(records)))]
+    return aligned(narrow) if records else ""
 
 
 def bar(share: float, width: int = 20) -> str:
