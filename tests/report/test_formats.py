@@ -27,6 +27,8 @@ def test_csv_has_every_number_in_full() -> None:
 def test_the_papers_numbers_stand_beside_ours_where_it_has_any() -> None:
     row = rows([record("gpm", benchmark="cifar100")])
     assert FORMATS["text"](row).splitlines()[2].endswith("71.63 ± 0.67  -0.28 ± 0.54")
+    whole = rows([record("hat", benchmark="cifar100")])
+    assert FORMATS["text"](whole).splitlines()[2].endswith("72.06 ± 0.50  0 ± 0")
     assert "paper" not in FORMATS["markdown"](ROWS)
     (line,) = csv.DictReader(io.StringIO(FORMATS["csv"](row)))
     assert (line["paper_acc"], line["paper_bwt_std"]) == ("71.63", "0.54")

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 
 from ness.report.latex import table_one
-from ness.report.shown import number
+from ness.report.shown import number, printed
 from ness.report.table import Measured, Row
 
 HEADER = ("benchmark", "method", "setting", "seeds", "ACC", "BWT", "forgetting", "learning", "forward", "seconds")
@@ -34,7 +34,7 @@ def table(rows: Sequence[Row]) -> list[tuple[str, ...]]:
         return [HEADER, *(cells(row) for row in rows)]
     lines: list[tuple[str, ...]] = [HEADER + PAPER]
     for row in rows:
-        beside = ("", "") if row.paper is None else (number(row.paper.acc), number(row.paper.bwt, signed=True))
+        beside = ("", "") if row.paper is None else (printed(row.paper.acc), printed(row.paper.bwt, signed=True))
         lines.append(cells(row) + beside)
     return lines
 

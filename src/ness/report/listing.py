@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ness.report.groups import CEILINGS
 from ness.report.marks import Mark, Marks, marks
-from ness.report.paper import PaperNumber
-from ness.report.shown import duration, number
+from ness.report.paper import PaperNumber, Printed
+from ness.report.shown import duration, number, printed
 from ness.report.table import Measured, Row
 
 PLAIN = Mark()
@@ -55,12 +55,12 @@ def listing(rows: Sequence[Row], labels: Sequence[str]) -> Listing:
 
 
 def _columns(names: dict[int, str], notes: Sequence[str]) -> list[Column]:
-    def paper(of: Callable[[PaperNumber], Measured], signed: bool) -> Callable[[Row, Marks], Cell]:
+    def paper(of: Callable[[PaperNumber], Printed], signed: bool) -> Callable[[Row, Marks], Cell]:
         def cell(row: Row, mark: Marks) -> Cell:
             if row.paper is None:
                 return Cell("")
             note = str(notes.index(row.paper.note) + 1) if row.paper.note else ""
-            return _measured(of(row.paper), signed, note=note)
+            return Cell(printed(of(row.paper), signed).replace("-", "−"), of(row.paper)[0], PLAIN, note)
 
         return cell
 
@@ -84,8 +84,8 @@ def _columns(names: dict[int, str], notes: Sequence[str]) -> list[Column]:
     ]  # fmt: skip
 
 
-def _measured(value: Measured, signed: bool = False, mark: Mark = PLAIN, note: str = "") -> Cell:
-    return Cell(number(value, signed).replace("-", "−"), None if value is None else value[0], mark, note)
+def _measured(value: Measured, signed: bool = False, mark: Mark = PLAIN) -> Cell:
+    return Cell(number(value, signed).replace("-", "−"), None if value is None else value[0], mark)
 
 
 def _seeds(row: Row) -> Cell:

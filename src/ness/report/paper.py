@@ -7,6 +7,8 @@ from functools import cache
 from importlib.resources import files
 from typing import Any
 
+Printed = tuple[int | float, int | float]  # mean and deviation; whole where the paper prints whole numbers
+
 
 @dataclass(frozen=True)
 class PaperNumber:
@@ -14,8 +16,8 @@ class PaperNumber:
 
     method: str
     benchmark: str
-    acc: tuple[float, float]
-    bwt: tuple[float, float]
+    acc: Printed
+    bwt: Printed
     when: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
 
@@ -35,8 +37,8 @@ def numbers() -> tuple[PaperNumber, ...]:
         PaperNumber(
             entry["method"],
             entry["benchmark"],
-            (float(entry["acc"][0]), float(entry["acc"][1])),
-            (float(entry["bwt"][0]), float(entry["bwt"][1])),
+            (entry["acc"][0], entry["acc"][1]),
+            (entry["bwt"][0], entry["bwt"][1]),
             entry.get("when", {}),
             entry.get("note", ""),
         )

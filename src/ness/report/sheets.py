@@ -29,7 +29,8 @@ class Sheet:
     def markdown(self) -> str:
         """The caption and a pipe table."""
         rule = ["---:" if kind else "---" for kind in self.formats]
-        return f"{self.caption}\n\n" + formats.pipes([self.header, rule, *map(self.shown, self.lines)])
+        caption = " ".join(self.caption.replace("<", "&lt;").split())
+        return f"{caption}\n\n" + formats.pipes([self.header, rule, *map(self.shown, self.lines)])
 
     def csv(self) -> str:
         """Every number in full."""

@@ -1,5 +1,6 @@
 """Numbers as people read them."""
 
+from ness.report.paper import Printed
 from ness.report.table import Measured
 
 
@@ -14,6 +15,18 @@ def number(value: Measured, signed: bool = False) -> str:
     mean, deviation = value
     text = f"{mean:+.2f}" if signed else f"{mean:.2f}"
     return text if deviation is None else f"{text} ± {deviation:.2f}"
+
+
+def printed(value: Printed, signed: bool = False) -> str:
+    """A number of the paper with the digits it is printed with.
+
+    >>> printed((-2, 1), signed=True), printed((0, 0), signed=True), printed((72.46, 0.26))
+    ('-2 ± 1', '0 ± 0', '72.46 ± 0.26')
+    """
+    mean, deviation = value
+    if isinstance(mean, int):
+        return f"{mean:+d} ± {deviation}" if signed and mean else f"{mean} ± {deviation}"
+    return number((mean, deviation), signed)
 
 
 def duration(seconds: float) -> str:

@@ -81,7 +81,7 @@ def test_the_scatter() -> None:
     assert picture is not None
     ours, paper = picture.points
     assert ours.title == "gpm: ACC 74.25 ± 0.35 %, BWT -11.50 ± 0.71 %"
-    assert (ours.on_front, ours.bars.count("M"), ours.name and ours.name[3]) == (True, 2, "gpm")
+    assert (ours.on_front, ours.bars.count("M"), ours.name and ours.name.text) == (True, 2, "gpm")
     assert (paper.is_paper, paper.sign) == (True, ours.sign)
     assert picture.ceilings[0][1] == "joint: 85.0 %"
     assert scatter.picture(found[1:], ["joint"]) is None

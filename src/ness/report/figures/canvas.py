@@ -22,6 +22,8 @@ def empty(width: float, height: float) -> Figure:
 def save(drawn: Figure, stem: Path) -> list[Path]:
     """The paths written; each appears whole or not at all."""
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in KINDS]
+    drawn.draw_without_rendering()
+    drawn.set_layout_engine("none")  # laid out once, not once a format
     with matplotlib.rc_context({"svg.hashsalt": "ness"}):
         for path, kind in zip(paths, KINDS, strict=True):
             temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
