@@ -8,6 +8,7 @@ import pytest
 from ness.report.collect import Found, Problem
 from ness.report.page import page
 from ness.report.records import from_result
+from ness.report.write import tables
 from report.making import large, record, with_certificate
 
 EVIL = "</script><img src=x onerror=alert(1)>\"'&{{ 7*7 }}<!--"
@@ -96,3 +97,20 @@ def test_five_hundred_runs_of_twenty_tasks_stay_under_five_megabytes(settings: i
     text = page(Found(tuple(large(settings, seeds, 20, layers))))
     assert len(text.encode()) < 5_000_000
     assert text.count('class="heat"') == settings + 1  # and the one the script draws
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [record("finetune", 1, [[90.0]], tasks=["only"])],
+        [record("joint", 1, [[0.0, 100.0]]), record("alone", 1, [[88.0, None], [88.0, 76.0]])],
+        [record("ness", 1, [[0.0, None], [0.0, 0.0]], total_seconds=0.0, seconds=[0.0, 0.0])],
+        [record(), record(tasks=["a", "b", "c"], accuracy=[[1.0, None, None], [2.0, 3.0, None], [4.0, 5.0, 6.0]])],
+        [record(seed=-5, tasks=["", ""], setting="", method="", benchmark="")],
+        large(1, 1, 70, 2),
+    ],
+    ids=["one task", "ceilings", "zeros", "two shapes", "no names", "seventy tasks"],
+)
+def test_odd_runs_make_a_page(runs: list, tmp_path: Path) -> None:
+    Elements(page(Found(tuple(runs))))
+    assert list(tables(Found(tuple(runs)), tmp_path))

@@ -21,7 +21,7 @@ def write(found: Found, folder: Path, each_run: bool = False) -> Iterator[Path]:
     """The paths, each when it is written: the page first, then the tables, then the figures."""
     try:
         yield _file(folder / "report.html", page(found))
-        yield from _tables(found, folder)
+        yield from tables(found, folder)
         settings = groups.settings(found.records)
         yield from _figures(draw.of_benchmarks(settings), folder / "figures")
         yield from _figures(draw.of_settings(settings), folder / "figures")
@@ -31,7 +31,8 @@ def write(found: Found, folder: Path, each_run: bool = False) -> Iterator[Path]:
         raise NessError(f"cannot write the report to {folder} ({error.strerror}); choose another --out") from error
 
 
-def _tables(found: Found, folder: Path) -> Iterator[Path]:
+def tables(found: Found, folder: Path) -> Iterator[Path]:
+    """The main table and the lesser ones, each in three formats."""
     lines = rows(found.records)
     for name, kind in TABLES.items():
         yield _file(folder / name, formats.FORMATS[kind](lines))
