@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ness.report.collect import Found, Problem
+from ness.report.collect import Found, Problem, collect
 from ness.report.page import page
 from ness.report.records import from_result
 from ness.report.write import tables
@@ -114,3 +114,12 @@ def test_five_hundred_runs_of_twenty_tasks_stay_under_five_megabytes(settings: i
 def test_odd_runs_make_a_page(runs: list, tmp_path: Path) -> None:
     Elements(page(Found(tuple(runs))))
     assert list(tables(Found(tuple(runs)), tmp_path))
+
+
+def test_our_own_records_make_a_page() -> None:
+    results = Path(__file__).parents[2] / "results"
+    if not results.is_dir():
+        pytest.skip("this checkout has no results/")
+    found = collect([results])
+    assert found.problems == ()
+    Elements(page(found))

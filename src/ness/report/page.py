@@ -17,7 +17,7 @@ from ness.report.pictures import heat, lines, scatter, times
 from ness.report.pictures.scale import Scale
 from ness.report.records import with_forward_transfer
 from ness.report.shade import DARK, LIGHT, STEPS
-from ness.report.shown import number
+from ness.report.shown import number, short
 from ness.report.summary import Summary, summary
 from ness.report.table import Row, row
 
@@ -43,6 +43,7 @@ class Kept:
     label: str
     layers: int
     last: tuple[Promise, ...]  # after the last task, a row a layer; nothing where there are too many certificates
+    bound: str  # which bound that is held against
     worst: float  # the largest share of its bound that a measured drift takes
     relative: float  # the largest share of a layer's own output
     free: lines.LinesPicture | None
@@ -73,6 +74,7 @@ def page(found: Found) -> str:
         loader=PackageLoader("ness.report"), autoescape=True, trim_blocks=True, lstrip_blocks=True,
         undefined=StrictUndefined,
     )  # fmt: skip
+    environment.filters["short"] = short
     return environment.get_template("page.html").render(
         sections=sections(settings, labels),
         full=is_small(settings),
@@ -152,6 +154,7 @@ def _kept(label: str, promises: Sequence[Promise], drawn: bool) -> Kept:
         label=label,
         layers=len(certificates.layers(promises)),
         last=tuple(one for one in promises if one.task == end) if drawn else (),
+        bound=certificates.limit_name(promises),
         worst=max((one.drift / one.limit for one in promises if one.limit > 0), default=0.0),
         relative=max(one.relative for one in promises),
         free=lines.free(promises, f"Free directions of each layer, {label}") if drawn else None,

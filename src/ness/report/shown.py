@@ -29,6 +29,15 @@ def printed(value: Printed, signed: bool = False) -> str:
     return number((mean, deviation), signed)
 
 
+def short(value: float) -> str:
+    """Three digits, or all before the point.
+
+    >>> short(0.000564), short(33.0), short(1971.4)
+    ('0.000564', '33', '1,971')
+    """
+    return f"{value:.3g}" if abs(value) < 999.5 else f"{value:,.0f}"
+
+
 def duration(seconds: float) -> str:
     """A time in the two units that matter.
 

@@ -1,5 +1,6 @@
 """A chart of lines over tasks: the course of accuracies, free directions, drift against its bound."""
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -94,7 +95,7 @@ def drift(found: Sequence[Promise], label: str) -> LinesPicture | None:
     limits = _by_layer(moved, y, lambda one: one.limit, promised, None, (first, last), layers(found))
     return LinesPicture(
         _x_ticks(_tasks(first, last), first, last), _y_ticks(y), (*limits, *lines), "after task",
-        f"RMS drift, dashed {bound}", label,
+        "drift; dashed: bound", label,
     )  # fmt: skip
 
 
@@ -165,4 +166,18 @@ def _x_ticks(x: Scale, first: int, last: int) -> tuple[Tick, ...]:
 
 
 def _y_ticks(y: Scale) -> tuple[Tick, ...]:
-    return tuple((y(value), f"{value:g}") for value in y.ticks())
+    return tuple((y(value), power_of_ten(value) if y.log else f"{value:g}") for value in y.ticks())
+
+
+def power_of_ten(value: float) -> str:
+    """A power of ten as it is written.
+
+    >>> power_of_ten(0.001), power_of_ten(1.0), power_of_ten(1000.0)
+    ('10⁻³', '1', '10³')
+    """
+    exponent = round(math.log10(value))
+    return (
+        f"{value:g}"
+        if 0 <= exponent <= 2
+        else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+    )
