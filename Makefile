@@ -17,7 +17,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 
 run: $(VENV)/.ready             ## train finetune, frozen and ness on real digits, print the table, write the report
 	$(BIN)/python -m ness table --benchmark digits --methods finetune frozen ness --seeds 1 2 3
-	@$(BIN)/python -m ness report runs/
+	@$(BIN)/python -m ness report runs/ > /dev/null
 
 test: $(VENV)/.ready            ## set everything up and run the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 \

@@ -44,5 +44,5 @@ def main(argv: list[str]) -> int:
         sys.stdout.write(f"{path}\n")
         sys.stdout.flush()
         count += 1
-    sys.stderr.write(f"the report is in {folder} ({count} files)\n")
+    sys.stderr.write(f"the report is in {folder} ({count} files): open {folder / 'report.html'}\n")
     return 0
