@@ -19,7 +19,8 @@ from ness.lab.settings import setting
 from ness.lab.streams.validation import on_validation
 from ness.lab.train import Event
 from ness.lab.tune import Trial, as_toml, choose, combinations, pareto, parse_over, trial
-from ness.report.formats import aligned, number
+from ness.report.formats import aligned
+from ness.report.shown import number
 
 ABOUT = """Try a grid of settings and write the best to a TOML file, without looking at test data.
 
