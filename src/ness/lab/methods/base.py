@@ -1,5 +1,6 @@
 """What a method is: a few hooks around the loop's step. It sees the model, the task and the step, never files."""
 
+import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -7,6 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ness.discovery import discover
 from ness.errors import NessError
 from ness.lab import optimizers
 from ness.lab.loader import Batch, Samples
@@ -163,6 +165,23 @@ def clear(parameters: Sequence[nn.Parameter]) -> None:
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """What the amount a method keeps depends on: the backbone's layers, the tasks and one image."""
+
+    layers: tuple[tuple[int, int], ...]  # (outputs o, columns of the input rows d) of every layer
+    tasks: int
+    parameters: int  # of the whole network, heads included
+    image: int  # numbers in one image
+
+
+def sizes_of(model: Network, tasks: int, image: Sequence[int]) -> Sizes:
+    """The sizes of a network, which may be on the meta device."""
+    layers = discover(model, (), ("heads",)).layers.values()
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    return Sizes(tuple((layer.outputs, layer.width) for layer in layers), tasks, parameters, math.prod(image))
+
+
+@dataclass(frozen=True)
 class MethodSpec:
     """A named method: how it is made, what it costs to keep, what it allows, and the settings it comes with.
 
@@ -175,6 +194,7 @@ class MethodSpec:
     title: str
     build: Callable[[Context], Method]
     keeps: str  # what stays between tasks, besides the network
+    kept_at_most: Callable[[Sizes, Any], int] | None = None  # bytes of it, by its settings; None: not known beforehand
     paper: str = ""
     year: int | None = None
     settings: type = NoSettings

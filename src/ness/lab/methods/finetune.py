@@ -7,4 +7,5 @@ METHOD = MethodSpec(
     title="Plain training, nothing protected",
     build=Method,
     keeps="nothing",
+    kept_at_most=lambda sizes, own: 0,
 )

@@ -25,4 +25,5 @@ METHOD = MethodSpec(
     title="Features of the first task, one head a task",
     build=Frozen,
     keeps="nothing",
+    kept_at_most=lambda sizes, own: 0,
 )

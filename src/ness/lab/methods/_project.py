@@ -1,0 +1,134 @@
+"""Gradient projection, in one place: what is taken out of a layer's gradient, and the step all such methods share."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError
+from ness.lab.loader import Batch
+from ness.lab.methods._rows import Layers, backbone_layers
+from ness.lab.methods.base import Context, Lesson, Method, current_heads
+from ness.lab.nets.norms import hold_statistics
+from ness.layers import Layer
+
+
+@dataclass(frozen=True)
+class Removal:
+    """What is taken out of a gradient: G ← G - G Π, with Π (d, d) as a product of its factors."""
+
+    factors: tuple[Tensor, ...]
+
+    def __call__(self, gradient: Tensor) -> Tensor:
+        """The gradient (…, o, d) without its part in Π."""
+        part = gradient
+        for factor in self.factors:
+            part = part @ factor
+        return gradient - part
+
+
+def removal(basis: Tensor, weights: Tensor | None = None) -> Removal:
+    """Π = M diag(λ) Mᵀ of a basis (d, r), λ = 1 by default; as one matrix where that is fewer multiplications."""
+    scaled = basis if weights is None else basis * weights
+    if 2 * basis.shape[1] > basis.shape[0]:
+        return Removal(((scaled @ basis.mT).contiguous(),))
+    return Removal((scaled.contiguous(), basis.mT.contiguous()))
+
+
+def gradient_of(layer: Layer) -> Tensor:
+    """The gradient of [W b] of a layer as (o, width)."""
+    assert layer.weight.grad is not None
+    return layer.joint(layer.weight.grad, None if layer.bias is None else layer.bias.grad)[0]
+
+
+def split(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
+    """A matrix (o, width) as the layer's weight and bias."""
+    weight = layer.to_weight(matrix[:, : layer.fan_in].unsqueeze(0))
+    return weight, None if layer.bias is None else matrix[:, -1]
+
+
+@torch.no_grad()
+def project_gradients(layers: Layers, removals: Mapping[str, Removal]) -> None:
+    """Takes its removal out of the gradient of every layer that has both."""
+    for name, remove in removals.items():
+        layer = layers[name]
+        if layer.weight.grad is None:
+            continue
+        weight, bias = split(layer, remove(gradient_of(layer)))
+        layer.weight.grad.copy_(weight)
+        if bias is not None and layer.bias is not None and layer.bias.grad is not None:
+            layer.bias.grad.copy_(bias)
+
+
+class Projecting(Method):
+    """Training whose gradients lose what earlier tasks use of each layer (methods.md 20).
+
+    The first task is ordinary training. From the second on BatchNorm stands still (affine parameters and stored
+    statistics), the task's head is free, and every other weight moves only where `removals` leave it room. A method
+    fills `removals` after each task and when it is loaded.
+    """
+
+    free_norms = False  # whether BatchNorm's affine parameters go on training after the first task
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.layers = backbone_layers(context.model)
+        self.removals: dict[str, Removal] = {}
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """Everything in the first task; afterwards the layers and the head, without BatchNorm unless it is free."""
+        if lesson.task == 0 or self.free_norms:
+            return super().parameters(lesson)
+        return [*layer_parameters(self.layers), *current_heads(self.model, lesson)]
+
+    def train_mode(self, lesson: Lesson) -> None:
+        """Training mode; stored BatchNorm statistics stand still with their affine parameters."""
+        self.model.train()
+        if lesson.task > 0 and not self.free_norms:
+            hold_statistics(self.model)
+
+    def after_backward(self, batch: Batch) -> None:
+        """G ← G - G Π."""
+        project_gradients(self.layers, self.removals)
+
+    def is_last(self, lesson: Lesson) -> bool:
+        """Whether nothing comes after this task, so that nothing needs to be kept of it."""
+        return lesson.task == self.context.tasks - 1
+
+
+def layer_parameters(layers: Layers) -> list[nn.Parameter]:
+    """Weight and bias of every layer."""
+    return [p for layer in layers.values() for p in (layer.weight, layer.bias) if p is not None]
+
+
+def empty_bases(layers: Layers, device: torch.device) -> dict[str, Tensor]:
+    """No direction in any layer: (d, 0)."""
+    return {name: torch.zeros(layer.width, 0, device=device) for name, layer in layers.items()}
+
+
+def named(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The tensors under 'prefix/name', for a method's state."""
+    return {f"{prefix}/{name}": value for name, value in tensors.items()}
+
+
+def under(prefix: str, tensors: Mapping[str, Tensor], device: torch.device) -> dict[str, Tensor]:
+    """What `named` put under a prefix, on the device."""
+    start = f"{prefix}/"
+    return {name.removeprefix(start): value.to(device) for name, value in tensors.items() if name.startswith(start)}
+
+
+ADAM = (
+    "it rescales every entry of the projected gradient by itself, so the step leaves the allowed directions "
+    "and old tasks are forgotten; use sgd, sgdm or sam"
+)
+
+
+def check_no_decay(settings: Any) -> None:
+    """Refuses weight decay: it is added after the projection and shrinks the protected directions too."""
+    if settings.weight_decay > 0:
+        raise NessError(
+            f"weight_decay is {settings.weight_decay:g}, expected 0: decay pulls the weights along the protected "
+            "directions too, after the gradient was projected"
+        )

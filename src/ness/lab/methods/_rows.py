@@ -1,0 +1,87 @@
+"""What a layer sees: the input rows X (n, d) of every layer of the backbone on a few images drawn from a task."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Generator, Tensor
+
+from ness.discovery import discover
+from ness.errors import NessError
+from ness.gram import with_ones
+from ness.lab.loader import Batch, Samples
+from ness.lab.nets.base import Network
+from ness.layers import Layer, Rows
+from ness.observe import Recorder, watching
+
+Layers = dict[str, Layer]
+
+
+def backbone_layers(model: Network) -> Layers:
+    """Every linear layer and convolution that all tasks share, by name, in module order."""
+    layers = discover(model, (), ("heads",)).layers
+    for name, layer in layers.items():
+        if layer.groups > 1 or layer.weight_part is not None:
+            raise NessError(
+                f"layer {name!r} is a {layer.kind} of {layer.groups} groups; this method keeps one set of directions "
+                "a layer, so every layer needs one weight and groups=1: use ness, or another network"
+            )
+    return layers
+
+
+def draw(samples: Samples, count: int, generator: Generator) -> Batch:
+    """`count` different samples of a task, drawn at random."""
+    order = torch.randperm(len(samples), generator=generator, device=generator.device)[:count]
+    return samples.take(order.to(samples.labels.device))
+
+
+def check_count(option: str, asked: int, samples: Samples) -> None:
+    """Refuses to draw more images than a task has."""
+    if asked > len(samples):
+        raise NessError(
+            f"{option} is {asked}, but task {samples.task + 1} has {len(samples)} training images; "
+            "ask for at most as many"
+        )
+
+
+def check_images(images: Sequence[int], samples: int, layers: Layers) -> None:
+    """Refuses a list of images a layer that does not fit the network."""
+    if images and len(images) != len(layers):
+        raise NessError(
+            f"layer_images has {len(images)} numbers, but the network has {len(layers)} layers: {', '.join(layers)}; "
+            "give one number a layer, or none"
+        )
+    if images and not all(1 <= count <= samples for count in images):
+        raise NessError(f"layer_images is {tuple(images)}, expected numbers from 1 to samples, which is {samples}")
+
+
+class _Collector(Recorder):
+    """Keeps the rows of the first `most[layer]` images of a pass instead of summing them up."""
+
+    def __init__(self, most: dict[str, int]) -> None:
+        super().__init__({}, torch.float64)
+        self.most = most
+        self.kept: dict[str, list[Tensor]] = {name: [] for name in most}
+
+    def record(self, layer: Layer, pieces: Iterable[tuple[Rows, Tensor]]) -> None:
+        """Add one forward call of one layer, as far as it is wanted."""
+        left = self.most[layer.name]
+        for rows, outputs in pieces:
+            if left <= 0:
+                break
+            positions = rows.shape[1] // len(outputs)  # rows an image
+            wide = with_ones(rows) if layer.bias is not None else rows
+            self.kept[layer.name].append(wide[0, : left * positions].detach().to(torch.float64))
+            left -= len(outputs)
+
+
+def input_rows(model: Network, layers: Layers, images: Tensor, counts: Sequence[int] = ()) -> dict[str, Tensor]:
+    """The rows X (n, d) of every layer in float64, from one forward pass in eval mode; [x; 1] where there is a bias.
+
+    All images go through the network together (BatchNorm may use the statistics of the batch); a layer keeps the rows
+    of its first `counts[i]` images, or of all. The representation matrix of the GPM lineage is R = Xᵀ.
+    """
+    most = {name: (counts[number] if counts else len(images)) for number, name in enumerate(layers)}
+    collector = _Collector(most)
+    with watching(model, layers.values(), collector):
+        model.features(images)
+    return {name: torch.cat(kept) for name, kept in collector.kept.items()}
