@@ -75,8 +75,8 @@ def job(method: Any = "finetune", **changes: Any) -> Job:
     if method == "ness":
         changes = {"eps": 0.03, **changes}  # so that these few inputs leave something free in every layer
     spec = registry.all_methods()[method] if isinstance(method, str) else method
-    if hasattr(spec.settings(), "samples"):
-        changes = {"samples": 40, **changes}  # of the 56 a task has
+    drawn = [name for name in ("samples", "trust_images") if hasattr(spec.settings(), name)]
+    changes = {**dict.fromkeys(drawn, 40), **changes}  # of the 56 a task has
     return resolve(method, BENCHMARK, "fixed", changes)
 
 

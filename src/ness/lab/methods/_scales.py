@@ -1,0 +1,100 @@
+"""A task's own recombination of shared weights inside a subspace: W + W B (Q - I) Bᵀ, used with that task alone."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from ness.lab.loader import Batch
+from ness.lab.methods._project import Projecting, split
+from ness.lab.methods.base import Context, Lesson
+from ness.layers import Layer
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Q (k, k), trained with one task and kept for it, on a frozen basis B (d, k)."""
+
+    basis: Tensor
+    matrix: nn.Parameter
+
+
+def identity_scale(basis: Tensor) -> Scale:
+    """Q = I: the task starts at the shared weights."""
+    size = basis.shape[1]
+    return Scale(basis, nn.Parameter(torch.eye(size, dtype=basis.dtype, device=basis.device)))
+
+
+def rescaled(weight: Tensor, scales: Sequence[Scale], *, detached: bool = False) -> Tensor:
+    """W_eff = W + Σⱼ W Bⱼ (Qⱼ - I) Bⱼᵀ for W (o, d); with Q = I it is W, bit for bit.
+
+    `detached` takes no gradient through the subtracted W Bⱼ Bⱼᵀ.
+    """
+    effective = weight
+    for scale in scales:
+        inside = weight @ scale.basis  # (o, k)
+        eye = torch.eye(scale.matrix.shape[0], dtype=weight.dtype, device=weight.device)
+        if detached:
+            effective = effective + (inside @ scale.matrix - inside.detach()) @ scale.basis.mT
+        else:
+            effective = effective + inside @ (scale.matrix - eye) @ scale.basis.mT
+    return effective
+
+
+def effective_parameters(layer: Layer, scales: Sequence[Scale], *, detached: bool = False) -> dict[str, Tensor]:
+    """The weight and bias a task uses in the place of the layer's own, by their names in the model."""
+    joint = layer.joint(layer.weight, layer.bias)[0]
+    weight, bias = split(layer, rescaled(joint, scales, detached=detached))
+    found = {f"{layer.name}.{layer.weight_name}": weight}
+    if bias is not None:
+        found[f"{layer.name}.{layer.bias_name}"] = bias
+    return found
+
+
+class Scaling(Projecting):
+    """Projected training of the shared weights, and for every task scales of its own, by layer.
+
+    `scales[task][layer]` are switched by the task a batch is of, so each task is always used with its own.
+    """
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.scales: dict[int, dict[str, list[Scale]]] = {}
+
+    def detached(self, layer: Layer) -> bool:
+        """Whether a layer's subtracted part is taken without gradient."""
+        return False
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """As in projected training, and the task's own matrices."""
+        own = self.scales.get(lesson.task, {})
+        return [*super().parameters(lesson), *(scale.matrix for scales in own.values() for scale in scales)]
+
+    def logits(self, batch: Batch) -> Tensor:
+        """Logits under the effective weights of the batch's task."""
+        replaced: dict[str, Tensor] = {}
+        for name, scales in self.scales.get(batch.task, {}).items():
+            layer = self.layers[name]
+            replaced |= effective_parameters(layer, scales, detached=self.detached(layer))
+        if not replaced:
+            return super().logits(batch)
+        logits: Tensor = functional_call(self.model, replaced, (batch.images, batch.task))
+        return logits
+
+    def matrices(self) -> dict[str, Tensor]:
+        """Every Q under 'scale/task/layer/number', for the state."""
+        return {
+            f"scale/{task}/{name}/{number}": scale.matrix.detach()
+            for task, layers in self.scales.items()
+            for name, scales in layers.items()
+            for number, scale in enumerate(scales)
+        }
+
+    def put_back(self, task: int, name: str, bases: Sequence[Tensor], tensors: dict[str, Tensor]) -> None:
+        """The scales of a task in a layer, with the matrices that `matrices` named."""
+        device = self.context.device
+        found = [tensors[f"scale/{task}/{name}/{number}"].to(device) for number in range(len(bases))]
+        pairs = zip(bases, found, strict=True)
+        self.scales.setdefault(task, {})[name] = [Scale(basis, nn.Parameter(q.clone())) for basis, q in pairs]
