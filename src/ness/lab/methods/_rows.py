@@ -7,8 +7,8 @@ from torch import Generator, Tensor
 
 from ness.discovery import discover
 from ness.errors import NessError
-from ness.gram import with_ones
-from ness.lab.loader import Batch, Samples
+from ness.gram import Gram, with_ones
+from ness.lab.loader import Batch, Samples, fixed_order
 from ness.lab.nets.base import Network
 from ness.layers import Layer, Rows
 from ness.observe import Recorder, watching
@@ -85,3 +85,16 @@ def input_rows(model: Network, layers: Layers, images: Tensor, counts: Sequence[
     with watching(model, layers.values(), collector):
         model.features(images)
     return {name: torch.cat(kept) for name, kept in collector.kept.items()}
+
+
+def input_grams(model: Network, layers: Layers, samples: Samples, size: int) -> dict[str, Gram]:
+    """The Gram Xᵀ X of every layer's inputs on all of a task's images, `size` at a time in a fixed random order."""
+    device = samples.labels.device
+    recorder = Recorder(dict.fromkeys(layers, device), torch.float64)
+    total = {name: Gram.zeros(1, layer.width, device) for name, layer in layers.items()}
+    with watching(model, layers.values(), recorder):
+        for batch in samples.batches(fixed_order(len(samples), samples.task, "train", device), size):
+            model.features(batch.images)
+            for name, staged in recorder.take(f"task {samples.task + 1}").items():
+                total[name] = total[name] + staged.gram
+    return total
