@@ -39,6 +39,7 @@ class Batch:
     partner: Tensor | None = None
     share: Tensor | None = None
     clock: Clock | None = None
+    rate: Tensor | None = None  # the step's learning rate, one number; None outside training
 
 
 @dataclass(frozen=True)

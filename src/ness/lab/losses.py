@@ -17,12 +17,15 @@ def cross_entropy(logits: Tensor, batch: Batch) -> Tensor:
     return batch.share * loss + (1 - batch.share) * F.cross_entropy(logits, batch.partner)
 
 
-def cross_entropy_of_many(logits: Sequence[Tensor], batch: Batch) -> Tensor:
-    """Mean cross-entropy where each sample counts under its own task's head: `logits[t]` is (n, classes of t)."""
+def cross_entropy_of_many(logits: Sequence[Tensor], batch: Batch, weights: Tensor | None = None) -> Tensor:
+    """Mean cross-entropy where each sample counts under its own task's head: `logits[t]` is (n, classes of t).
+
+    With `weights` (n,) the mean is weighted.
+    """
     assert batch.tasks is not None
     each = torch.stack([_each(part, batch.labels) for part in logits])  # (tasks, n)
-    loss = each.gather(0, batch.tasks.unsqueeze(0)).mean()
-    return loss
+    own = each.gather(0, batch.tasks.unsqueeze(0)).squeeze(0)
+    return own.mean() if weights is None else (own * weights).sum() / weights.sum()
 
 
 def _each(logits: Tensor, labels: Tensor) -> Tensor:

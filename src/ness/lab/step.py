@@ -35,7 +35,7 @@ class Step:
     def __call__(self, inputs: Inputs) -> Tensor:
         """Learns from the samples at `inputs.index`; the loss before the step, detached."""
         self.lr.copy_(inputs.lr)
-        batch = replace(self.samples.take(inputs.index), clock=inputs.clock)
+        batch = replace(self.samples.take(inputs.index), clock=inputs.clock, rate=inputs.lr)
         if inputs.share is not None:
             batch = mixed_up(batch, inputs.share, self.random)
         clear(self.trained)

@@ -190,7 +190,7 @@ def test_bad_settings_are_refused_by_name() -> None:
         with pytest.raises(NessError, match=message):
             tiny.job("gpm", **changes)
     for changes, message in (
-        ({"threshold": 0.97, "growth": 0.02}, r"growth is 0.02: the threshold 0.97 \+ 0.02·k reaches 1 at task 3 of 3"),
+        ({"threshold": 0.97, "growth": 0.03}, r"growth is 0.03: the threshold 0.97 \+ 0.03·k reaches 1 at task 2 of 3"),
         ({"layer_images": (3,)}, "layer_images has 1 numbers, but the network has 2 layers: conv, fc"),
         ({"layer_images": (3, 41)}, "expected numbers from 1 to samples, which is 40"),
     ):

@@ -39,7 +39,8 @@ def methods() -> str:
     sizes = sizes_on(SHOWN)
     for name, spec in sorted(registry.all_methods().items()):
         needs = spec.needs_old_data
-        old = "no" if needs is None else "yes" if needs(spec.settings()) else "by setting"
+        without = "some, kept" if spec.keeps_samples else "no"
+        old = without if needs is None else "yes" if needs(spec.settings()) else "by setting"
         source = f"{spec.paper} ({spec.year})" if spec.paper else ""
         lines.append((name, spec.title, spec.keeps, amount(spec, sizes), old, source))
     return aligned(lines)

@@ -194,6 +194,7 @@ class MethodSpec:
     title: str
     build: Callable[[Context], Method]
     keeps: str  # what stays between tasks, besides the network
+    keeps_samples: bool = False  # whether samples of earlier tasks are among what it keeps
     kept_at_most: Callable[[Sizes, Any], int] | None = None  # bytes of it, by its settings; None: not known beforehand
     paper: str = ""
     year: int | None = None

@@ -30,13 +30,13 @@ class GpmSettings:
     layer_images: tuple[int, ...] = setting((), "how many of them each layer uses, in order; none: all of them")
 
 
-def thresholds(own: GpmSettings, tasks: int) -> list[float]:
-    """ε of each task; a schedule that reaches 1 is refused unless the settings ask for it."""
-    found = [own.threshold + own.growth * task for task in range(tasks)]
+def thresholds(threshold: float, growth: float, tasks: int, *, fill: bool = False) -> list[float]:
+    """ε of each task but the last, of which nothing is kept; a schedule that reaches 1 is refused unless asked for."""
+    found = [threshold + growth * task for task in range(tasks - 1)]
     reached = next((task for task, value in enumerate(found) if value >= 1), None)
-    if reached is not None and own.full == "refuse":
+    if reached is not None and not fill:
         raise NessError(
-            f"growth is {own.growth:g}: the threshold {own.threshold:g} + {own.growth:g}·k reaches 1 at task "
+            f"growth is {growth:g}: the threshold {threshold:g} + {growth:g}·k reaches 1 at task "
             f"{reached + 1} of {tasks} and closes every layer for good; lower growth or threshold"
         )
     return found
@@ -49,7 +49,8 @@ class Gpm(Projecting):
         super().__init__(context)
         self.own: Any = context.own
         check_images(self.own.layer_images, self.own.samples, self.layers)
-        self.thresholds = thresholds(self.own, context.tasks)
+        fill = self.own.full == "fill"
+        self.thresholds = thresholds(self.own.threshold, self.own.growth, context.tasks, fill=fill)
         self.bases = empty_bases(self.layers, context.device)
 
     def before_task(self, lesson: Lesson) -> None:

@@ -116,6 +116,10 @@ class Owm(Projecting):
         if self.own.clip > 0:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.own.clip)
 
+    def moved_by_steps(self) -> Sequence[Tensor]:
+        """The projectors, where steps move them."""
+        return list(self.projectors.values()) if self.own.updates == "every-batch" else ()
+
     def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """With task-end, P takes in the task: P⁻¹ ← P⁻¹ + (XᵀX/n)/α; not after the last one."""
         if self.own.updates == "task-end" and not self.is_last(lesson):
