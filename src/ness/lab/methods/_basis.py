@@ -79,10 +79,13 @@ def joined(basis: Tensor, more: Tensor) -> Tensor:
     return signed
 
 
-def span(vectors: Tensor, tolerance: float = 1e-8) -> Tensor:
-    """An orthonormal basis (d, r) of the span of columns, dependent ones dropped."""
+def span(vectors: Tensor, tolerance: float = 1e-3) -> Tensor:
+    """An orthonormal basis (d, r) of the span of unit columns, dependent ones dropped.
+
+    Bases are kept in float32, so a direction that differs from the others by less than `tolerance` is rounding.
+    """
     if vectors.shape[1] == 0:
         return vectors
     left, sigma, _ = torch.linalg.svd(vectors, full_matrices=False)
-    kept: Tensor = left[:, sigma > tolerance * sigma.max().clamp(min=tolerance)]
+    kept: Tensor = left[:, sigma > tolerance]
     return kept
