@@ -139,7 +139,7 @@ def test_replayed_samples_count_under_their_own_head_and_empty_places_not_at_all
     assert float(cross_entropy_of_many(logits, batch, weights)) == pytest.approx(sum(losses[:2]) / 2)
     one = tiny.trainer("fsdgpm")
     one.advance()
-    everyone, certain = one.method._with_replay(one.data["train"][0].take(torch.arange(8)))
+    everyone, certain = one.method.memory.beside(one.data["train"][0].take(torch.arange(8)), 64, generator())
     assert certain.tolist() == [1.0] * 8 + [0.0] * 64
     assert torch.equal(everyone.images[8:16], everyone.images[:8])  # stand-ins until the memory holds something
 

@@ -11,6 +11,7 @@ from ness import NessError
 from ness.lab import registry
 from ness.lab.jobs import resolve
 from ness.lab.methods import _basis as basis
+from ness.lab.methods._crop import corner_rows
 from ness.lab.methods._project import Removal, project_gradients, removal
 from ness.lab.methods._rows import backbone_layers, draw, input_rows
 from ness.lab.methods.gpm import ALEXNET_IMAGES, RESNET_IMAGES
@@ -203,12 +204,37 @@ def test_bad_settings_are_refused_by_name() -> None:
 def test_the_references_schedule_on_mini_imagenet_closes_everything_and_only_there_it_may() -> None:
     """G6 and F8."""
     reference = resolve("gpm", "mini-imagenet", "reference").settings
-    assert (reference.threshold, reference.growth, reference.full) == (0.965, 0.003, "fill")
+    assert (reference.threshold, reference.growth, reference.full, reference.geometry) == (
+        0.965,
+        0.003,
+        "fill",
+        "32x32",
+    )
     one = tiny.trainer("gpm", threshold=0.97, growth=0.1, full="fill", epochs=1)
     tiny.to_the_end(one)
     assert [tuple(held.shape) for held in one.method.bases.values()] == [(9, 9), (37, 37)]
     fixed = resolve("gpm", "mini-imagenet").settings
     assert fixed.threshold + 19 * fixed.growth < 1
+
+
+def test_the_references_corner_of_mini_imagenet() -> None:
+    """F8: at 84×84 the reference sees 32, 16, 8, 4 positions a side, the first convolution at stride 1."""
+    model, _ = network("resnet18-84")
+    model.eval()
+    layers = backbone_layers(model)
+    images = torch.randn(2, 3, 84, 84, generator=generator())
+    rows = corner_rows(model, layers, images, ())
+    sides = {"conv1": 32, "layer1.1.conv2": 32, "layer2.0.conv1": 16, "layer3.0.shortcut.conv": 8, "layer4.1.conv2": 4}
+    assert all(len(rows[name]) == 2 * side * side for name, side in sides.items())
+    assert rows.keys() == layers.keys()
+    padded = torch.nn.functional.pad(images, (1, 1, 1, 1))
+    assert torch.equal(rows["conv1"][33].float(), padded[0, :, 1:4, 1:4].flatten())  # second row, second column
+    true = input_rows(model, layers, images)
+    grid = true["layer1.0.conv1"].reshape(2, 42, 42, -1)[:, :32, :32]
+    assert torch.allclose(rows["layer1.0.conv1"], grid.reshape(-1, 180))
+    assert len(corner_rows(model, layers, images, (1,) * 20)["conv1"]) == 32 * 32
+    with pytest.raises(NessError, match="geometry is '32x32', but layer 'conv'"):
+        tiny.to_the_end(tiny.trainer("gpm", geometry="32x32"))
 
 
 def test_presets() -> None:

@@ -13,6 +13,7 @@ from torch import Generator
 import tiny
 from ness.lab import registry
 from ness.lab.jobs import resolve
+from ness.lab.methods.base import sizes_of
 from ness.lab.metrics import scores
 from ness.lab.streams.base import Benchmark, Split, Stream, Task
 from ness.lab.train import Trainer
@@ -63,6 +64,19 @@ def test_taken_up_bit_for_bit_with_the_switches_of_the_reference(method: str, ch
         later = tiny.trainer(method, **changes)
         later.load_state(tensors, manifest)
         assert tiny.same(tiny.to_the_end(later), whole)
+
+
+@pytest.mark.parametrize("method", [*FAMILY, "finetune", "frozen", "alone", "ness"])
+def test_what_is_kept_is_at_most_what_is_listed(method: str) -> None:
+    one = learnt(method)
+    own = one.context.own
+    most = one.spec.kept_at_most(sizes_of(one.context.model, 3, (1, 6, 6)), own)
+    tensors, _ = one.method.state()
+    held = sum(value.numel() * value.element_size() for value in tensors.values())
+    if method in ("finetune", "frozen"):
+        assert held == most == 0
+    else:
+        assert 0 < held <= most
 
 
 def little(side: int) -> Benchmark:

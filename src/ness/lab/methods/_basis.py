@@ -56,7 +56,7 @@ def strictly_below(energy: Tensor, threshold: float) -> int:
 def new_directions(basis: Tensor, rows: Tensor, threshold: float, *, strict: bool) -> tuple[Tensor, Tensor]:
     """Directions (d, r) beside a basis that bring the covered energy of the rows to the threshold, and their σ (r,).
 
-    R̂ = R - M MᵀR, U Σ Vᵀ = R̂, and the first r columns of U with ‖R_M‖² + Σ_{i≤r} σᵢ² ≥ ε‖R‖² (GPM, eq. 8 and 9).
+    R̂ = R - M MᵀR, U Σ Vᵀ = R̂, and the first r columns of U with ‖R_M‖² + Σ_{i≤r} σᵢ² ≥ ε‖R‖².
     `strict` is the reference's smaller count where there is no basis yet.
     """
     vectors, sigma = directions(residual(rows, basis))

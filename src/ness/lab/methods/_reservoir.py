@@ -1,5 +1,7 @@
 """A reservoir of samples on the device: every sample offered so far is in it with the same chance; no host reads."""
 
+from dataclasses import replace
+
 import torch
 from torch import Generator, Tensor
 
@@ -53,6 +55,22 @@ class Reservoir:
         empty = torch.arange(self.size, device=keys.device) >= self.filled
         index = torch.topk(keys + 2 * empty, count, largest=False).indices  # those that hold one first
         return index, index < self.filled
+
+    def beside(self, batch: Batch, count: int, generator: Generator) -> tuple[Batch, Tensor]:
+        """The batch and `count` samples from here, with the weight of each: 0 for places that hold none yet."""
+        index, held = self.draw(count, generator)
+        own = torch.arange(count, device=index.device) % len(batch.labels)  # what stands in, for BatchNorm's sake
+        wide = held.view(-1, *[1] * (batch.images.ndim - 1))
+        images = torch.where(wide, self.images[index], batch.images[own])
+        labels = torch.where(held, self.labels[index], batch.labels[own])
+        tasks = torch.where(held, self.tasks[index], batch.task)
+        together = replace(
+            batch,
+            images=torch.cat([batch.images, images]),
+            labels=torch.cat([batch.labels, labels]),
+            tasks=torch.cat([torch.full_like(batch.labels, batch.task), tasks]),
+        )
+        return together, torch.cat([torch.ones(len(batch.labels), device=index.device), held.float()])
 
     def state(self) -> dict[str, Tensor]:
         """What it holds."""

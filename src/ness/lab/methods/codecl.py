@@ -1,4 +1,8 @@
-"""CODE-CL: a conceptor a layer instead of a basis, and a task's own recombination where old and new inputs overlap."""
+"""CODE-CL: a conceptor a layer instead of a basis, and a task's own recombination where old and new inputs overlap.
+
+The preset `reference` repeats F12 (a rate of 0.1 that nobody asked for) and the traps of 19: a random start of the
+scales, no gradient through what linear layers subtract, plain shortcuts, and its schedule's book-keeping.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -39,7 +43,7 @@ class CodeclSettings:
 
 
 class Codecl(Scaling):
-    """C a layer; G ← G (I - C); W_eff = W + W U_t (S_t - I) U_tᵀ for the task at hand (Apolinario et al., alg. 1)."""
+    """C a layer; G ← G (I - C); W_eff = W + W U_t (S_t - I) U_tᵀ for the task at hand (methods.md 19)."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -1,4 +1,7 @@
-"""DFGP: GPM at flat minima, of the data (adversarial mix-up) and of the weights (SAM); without mix-up it is FGP."""
+"""DFGP: GPM at flat minima, of the data (adversarial mix-up) and of the weights (SAM); without mix-up it is FGP.
+
+The preset `reference` repeats F9: label weights exchanged, and one mean share for all samples of a batch.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

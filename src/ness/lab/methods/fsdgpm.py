@@ -1,4 +1,8 @@
-"""FS-DGPM: replay, weights pushed uphill inside old subspaces before the gradient is taken, softly projected after."""
+"""FS-DGPM: replay, weights pushed uphill inside old subspaces before the gradient is taken, softly projected after.
+
+The preset `reference` repeats F11: importances that are wrapped anew in every step and end at a constant. Not repeated:
+momentum cleared at each decay of the rate, and a backward transfer divided by T.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -118,7 +122,8 @@ class Fsdgpm(Projecting):
         own, weights = self.own, {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         shares = {name: theta.detach().requires_grad_() for name, theta in self.theta.items()}
         scale = 1.0 if batch.rate is None else batch.rate / self.context.training.lr
-        everyone, certain = self._with_replay(batch)
+        assert self.memory is not None
+        everyone, certain = self.memory.beside(batch, min(own.replay, own.memory), self.context.random.step)
         heads = Heads(self.model, batch.task + 1)
         fast: Mapping[str, Tensor] = weights
         losses = []
@@ -132,28 +137,9 @@ class Fsdgpm(Projecting):
         for parameter, gradient in zip(weights.values(), clipped(found[: len(weights)], CLIP), strict=True):
             parameter.grad = gradient
         self._learn_importances(found[len(weights) :], own.importance_lr * scale, batch)
-        assert self.memory is not None
         assert batch.clock is not None
         self.memory.offer(batch, batch.clock.epoch == 0, self.context.random.step)
         return loss.detach()
-
-    def _with_replay(self, batch: Batch) -> tuple[Batch, Tensor]:
-        """The batch and samples from the memory, with the weight of each: 0 for places that hold none yet."""
-        assert self.memory is not None
-        count = len(batch.labels)
-        index, held = self.memory.draw(min(self.own.replay, self.memory.size), self.context.random.step)
-        own = torch.arange(len(index), device=index.device) % count  # what stands in, for BatchNorm's sake
-        wide = held.view(-1, *[1] * (batch.images.ndim - 1))
-        images = torch.where(wide, self.memory.images[index], batch.images[own])
-        labels = torch.where(held, self.memory.labels[index], batch.labels[own])
-        tasks = torch.where(held, self.memory.tasks[index], batch.task)
-        together = replace(
-            batch,
-            images=torch.cat([batch.images, images]),
-            labels=torch.cat([batch.labels, labels]),
-            tasks=torch.cat([torch.full_like(batch.labels, batch.task), tasks]),
-        )
-        return together, torch.cat([torch.ones(count, device=index.device), held.float()])
 
     def _ascent(self, half: Batch, fast: Mapping[str, Tensor], shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """g of the half's loss at w; in layers with a basis G M diag(λ) Mᵀ: uphill where old tasks live."""
@@ -264,9 +250,9 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of the memory and of full bases with their θ, float32."""
+    """Bytes of the memory (float32 images; label and task as int64) and of full bases with θ and its velocity."""
     memory: int = own.memory
-    return 4 * (memory * (sizes.image + 2) + sum(width * (width + 1) for _, width in sizes.layers))
+    return (memory + 1) * (4 * sizes.image + 16) + 8 + 4 * sum(width * (width + 2) for _, width in sizes.layers)
 
 
 # methods.md 11, 21 and 24. Its own AlexNet has one BatchNorm and one head for all classes; here it is the lineage's,

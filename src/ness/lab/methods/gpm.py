@@ -1,4 +1,8 @@
-"""GPM: after each task the directions that hold most of every layer's inputs are closed to later gradients."""
+"""GPM: after each task the directions that hold most of every layer's inputs are closed to later gradients.
+
+The preset `reference` counts one direction fewer in the first task (8.3) and, on MiniImageNet, repeats two slips of the
+code behind the NESS paper (F8): ε passes 1, after which only heads train, and inputs are seen in a corner only.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +12,7 @@ from torch import Tensor
 
 from ness.errors import NessError
 from ness.lab.methods._basis import joined, new_directions
+from ness.lab.methods._crop import corner_rows
 from ness.lab.methods._project import ADAM, Projecting, check_no_decay, empty_bases, named, removal, under
 from ness.lab.methods._rows import check_count, check_images, draw, input_rows
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
@@ -30,6 +35,15 @@ class GpmSettings:
     layer_images: tuple[int, ...] = setting((), "how many of them each layer uses, in order; none: all of them")
 
 
+@dataclass(frozen=True)
+class WholeSettings(GpmSettings):
+    """Of GPM itself."""
+
+    geometry: Literal["true", "32x32"] = setting(
+        "true", "where inputs are looked at; the reference's MiniImageNet code sees a corner, as if of 32×32 images"
+    )
+
+
 def thresholds(threshold: float, growth: float, tasks: int, *, fill: bool = False) -> list[float]:
     """ε of each task but the last, of which nothing is kept; a schedule that reaches 1 is refused unless asked for."""
     found = [threshold + growth * task for task in range(tasks - 1)]
@@ -43,7 +57,7 @@ def thresholds(threshold: float, growth: float, tasks: int, *, fill: bool = Fals
 
 
 class Gpm(Projecting):
-    """M (d, r) a layer, orthonormal; G ← G - G M Mᵀ from the second task on (Saha et al., eq. 6 and 7)."""
+    """The memory the lineage shares: M (d, r) a layer, orthonormal; G ← G - G M Mᵀ from the second task on."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -93,6 +107,17 @@ class Gpm(Projecting):
         self.close()
 
 
+class GpmItself(Gpm):
+    """GPM (methods.md 8.3), with the reference's way of looking at MiniImageNet as a choice."""
+
+    def rows_of(self, lesson: Lesson) -> dict[str, Tensor]:
+        """Inputs of every layer, or of the corner the reference sees."""
+        if self.own.geometry == "true":
+            return super().rows_of(lesson)
+        images = draw(lesson.train, self.own.samples, self.context.random.method).images
+        return corner_rows(self.model, self.layers, images, self.own.layer_images)
+
+
 def check(settings: Any) -> None:
     """Refuses shares outside their range, no samples, and weight decay."""
     if not 0 < settings.threshold < 1:
@@ -130,19 +155,19 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reference": {
         "*": {"first_rule": "strict"},
-        "mini-imagenet": {"threshold": 0.965, "growth": 0.003, "full": "fill"},
+        "mini-imagenet": {"threshold": 0.965, "growth": 0.003, "full": "fill", "geometry": "32x32"},
     },
 }
 
 METHOD = MethodSpec(
     name="gpm",
     title="Closes the directions that earlier inputs use most",
-    build=Gpm,
+    build=GpmItself,
     keeps="an orthonormal basis a layer (d × r)",
     kept_at_most=kept_at_most,
     paper="Saha et al., Gradient Projection Memory",
     year=2021,
-    settings=GpmSettings,
+    settings=WholeSettings,
     presets=PRESETS,
     refuses={"adamw": ADAM},
     check=check,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import ness
 from ness.errors import NessError
 from ness.lab.loader import Samples, fixed_order, together
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.settings import setting
 
@@ -129,6 +129,11 @@ def check(settings: Any) -> None:
         raise NessError(f"eps is {settings.eps}, expected a share between 0 and 1, e.g. 1e-3")
 
 
+def kept_at_most(sizes: Sizes, own: Any) -> int:
+    """Bytes of what the guard keeps: Gram and cross moment in float64, the anchor in float32, four numbers a layer."""
+    return sum(8 * width * width + (8 + 4) * outputs * width + 32 for outputs, width in sizes.layers)
+
+
 # methods.md 7.5, 21 and 24; epochs, patience and the like are the benchmarks'.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {
@@ -155,6 +160,7 @@ METHOD = MethodSpec(
     title="Learns in the null space of earlier inputs",
     build=Ness,
     keeps="one Gram a layer (d × d); all old data with --statistics recomputed",
+    kept_at_most=kept_at_most,
     paper="Pham et al., Learning in the Null Space",
     year=2026,
     settings=NessSettings,

@@ -59,7 +59,7 @@ def extended(basis: Tensor, vectors: Tensor) -> Tensor:
 
 
 class Ogd(Projecting):
-    """S (m, p) over all shared weights; g ← g - Sᵀ S g (Farajtabar et al., alg. 1)."""
+    """S (m, p) over all shared weights; g ← g - Sᵀ S g (methods.md 17)."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

@@ -34,7 +34,7 @@ class OwmSettings:
 
 
 def shrunk(projector: Tensor, rows: Tensor, alpha: float | Tensor) -> Tensor:
-    """P - P Rᵀ (αI + R P Rᵀ)⁻¹ R P for rows R (m, d): P⁻¹ grows by RᵀR/α (Zeng et al., eq. 3; a block at once).
+    """P - P Rᵀ (αI + R P Rᵀ)⁻¹ R P for rows R (m, d): P⁻¹ grows by RᵀR/α, a block at once (methods.md 13).
 
     >>> shrunk(torch.eye(2), torch.tensor([[1.0, 0.0]]), 1.0)
     tensor([[0.5000, 0.0000],
