@@ -91,7 +91,7 @@ def test_shares_are_beta_distributed() -> None:
 
 def test_the_step_is_projected_after_the_second_gradient() -> None:
     """D6: with momentum too."""
-    for optimizer in ("sam", "sgd"):
+    for optimizer in ("sam", "sgd", "sgdm"):
         one = tiny.trainer("dfgp", optimizer=optimizer)
         while one.at < 1:
             one.advance()
@@ -108,7 +108,7 @@ def test_mix_up_and_sam_each_change_the_run() -> None:
     runs = [
         tiny.to_the_end(tiny.trainer("dfgp", epochs=1, **changes))
         for changes in (
-            {}, {"mix_weight": 0.0}, {"optimizer": "sgd"}, {"mix_labels": "swapped", "mix_beta": 1.0}, {"mix_rho": 0.0},
+            {}, {"mixing": "none"}, {"optimizer": "sgd"}, {"mix_labels": "swapped", "mix_beta": 1.0}, {"mix_rho": 0.0},
         )
     ]  # fmt: skip
     for number, one in enumerate(runs):
@@ -122,7 +122,8 @@ def test_presets_and_bad_settings() -> None:
     assert (fixed.threshold, fixed.growth, fixed.mix_beta, fixed.optimizer) == (0.95, 0, 1, "sam")
     assert (fixed.mix_labels, reference.mix_labels) == ("correct", "swapped")
     for changes, message in (
-        ({"mix_weight": -1.0}, "mix_weight is -1"),
+        ({"mix_weight": 0.0}, "mix_weight is 0, expected above 0; for none set mixing to none"),
+        ({"mixing": "none", "mix_rho": 0.1}, "mix_rho was set, but mixing is 'none'"),
         ({"mix_beta": 0.0}, "mix_beta is 0"),
         ({"mixup": 0.2}, "mixes images in its own way"),
         ({"optimizer": "adamw"}, "dfgp does not go with adamw"),

@@ -25,7 +25,8 @@ from ness.lab.settings import setting
 class DfgpSettings(GpmSettings):
     """What DFGP adds; ρ of the weights' ascent is the training setting `rho`."""
 
-    mix_weight: float = setting(0.01, "w: weight of the loss on mixed images; 0 is FGP, no mix-up at all")
+    mixing: Literal["adversarial", "none"] = setting("adversarial", "none is FGP: no mix-up at all")
+    mix_weight: float = setting(0.01, "w: weight of the loss on mixed images")
     mix_beta: float = setting(20.0, "a of Beta(a, a), one share λ a sample")
     mix_rho: float = setting(0.05, "length of the ascent on the shares λ")
     mix_labels: Literal["correct", "swapped"] = setting(
@@ -77,22 +78,21 @@ class Dfgp(Gpm):
     """min_w max_{‖e‖≤ρ, λ} L(x; w+e) + w_mix·L(x̃_λ; w+e), its gradient projected as in GPM."""
 
     def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
-        """The gradient at the worst weights and shares nearby; plain SGD (`sam` off) takes it where it stands."""
-        if self.own.mix_weight == 0:
+        """The gradient at the worst shares nearby and, with SAM, at the worst weights nearby too."""
+        if self.own.mixing == "none":
             return super().gradients(batch, trained, sam=sam)
         random = self.context.random.step
         partner = torch.rand(len(batch.labels), generator=random, device=batch.labels.device).argsort()
-        share = beta_shares(len(batch.labels), self.own.mix_beta, random).requires_grad_(sam)
+        share = beta_shares(len(batch.labels), self.own.mix_beta, random).requires_grad_()
         loss = self._both(batch, partner, share)
         loss.backward()  # type: ignore[no-untyped-call]
-        if sam:
-            assert share.grad is not None
-            worst = ascended(share.detach(), share.grad, self.own.mix_rho)
-            kept = optimizers.ascend(trained, self.context.training.rho)
-            clear(trained)
-            with without_update(self.model):
-                self._both(batch, partner, worst).backward()  # type: ignore[no-untyped-call]
-            optimizers.restore(kept)
+        assert share.grad is not None
+        worst = ascended(share.detach(), share.grad, self.own.mix_rho)
+        kept = optimizers.ascend(trained, self.context.training.rho) if sam else []
+        clear(trained)
+        with without_update(self.model):
+            self._both(batch, partner, worst).backward()  # type: ignore[no-untyped-call]
+        optimizers.restore(kept)
         return loss
 
     def _both(self, batch: Batch, partner: Tensor, share: Tensor) -> Tensor:
@@ -108,7 +108,7 @@ class Dfgp(Gpm):
 def check_dfgp(settings: Any) -> None:
     """Refuses mix-up settings out of range and what GPM refuses."""
     for name, holds, expected in (
-        ("mix_weight", settings.mix_weight >= 0, "0 or more"),
+        ("mix_weight", settings.mix_weight > 0, "above 0; for none set mixing to none"),
         ("mix_beta", settings.mix_beta > 0, "above 0"),
         ("mix_rho", settings.mix_rho >= 0, "0 or more"),
     ):
@@ -126,7 +126,10 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
         "five-datasets": {**COMMON["five-datasets"], "threshold": 0.95, "mix_weight": 0.001, "mix_beta": 1.0},
         "mini-imagenet": {**COMMON["mini-imagenet"], "threshold": 0.97, "mix_weight": 0.01},
     },
-    "reference": {"*": {"first_rule": "strict", "mix_labels": "swapped"}},
+    "reference": {
+        "*": {"first_rule": "strict", "mix_labels": "swapped"},
+        "five-datasets": {"epochs": 100},
+    },
 }
 
 METHOD = MethodSpec(
@@ -140,5 +143,6 @@ METHOD = MethodSpec(
     settings=DfgpSettings,
     presets=PRESETS,
     refuses={"adamw": ADAM, "mixup": "it mixes images in its own way; set mix_weight and mix_beta"},
+    only_with=dict.fromkeys(("mix_weight", "mix_beta", "mix_rho", "mix_labels"), ("mixing", ("adversarial",))),
     check=check_dfgp,
 )

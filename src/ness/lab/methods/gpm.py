@@ -155,6 +155,7 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "reference": {
         "*": {"first_rule": "strict"},
+        "five-datasets": {"epochs": 100},
         "mini-imagenet": {"threshold": 0.965, "growth": 0.003, "full": "fill", "geometry": "32x32"},
     },
 }

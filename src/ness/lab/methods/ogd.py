@@ -88,8 +88,6 @@ class Ogd(Projecting):
         if self.is_last(lesson):
             return {}
         batch = draw(lesson.train, self.own.samples, self.context.random.method)
-        for parameter in self.shared:
-            parameter.requires_grad_(True)
         self.basis = extended(self.basis, logit_gradients(self.model, self.shared, batch))
         return {"directions": len(self.basis)}
 
