@@ -260,7 +260,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {
         "*": {"optimizer": "sgdm", "weight_decay": 0.0, "lr": 0.01},
-        "digits": {"epochs": 5, "lr": 0.05, "samples": 200, "replay": 32},
+        "digits": {"epochs": 4, "lr": 0.06, "samples": 200, "replay": 32},
         "cifar100": {"epochs": 50, "norms": "free"},
         "five-datasets": {"threshold": 0.965, "growth": 0.0},
         "mini-imagenet": {"threshold": 0.985, "growth": 0.0003},
