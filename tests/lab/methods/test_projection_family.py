@@ -79,6 +79,17 @@ def test_what_is_kept_is_at_most_what_is_listed(method: str) -> None:
         assert 0 < held <= most
 
 
+@pytest.mark.parametrize("preset", ["reference", "paper"])
+@pytest.mark.parametrize("method", FAMILY)
+def test_every_preset_runs(method: str, preset: str) -> None:
+    small = {"samples": 40, "trust_images": 40}
+    own = registry.all_methods()[method].settings()
+    changes = {name: value for name, value in small.items() if hasattr(own, name)}
+    job = resolve(method, tiny.BENCHMARK, preset, {**changes, "epochs": 1})
+    one = Trainer(job.method, tiny.NETWORK, job.load(1, None), job.settings, 1)
+    assert len(tiny.to_the_end(one).matrix) == 3
+
+
 def little(side: int) -> Benchmark:
     """Two tasks of a few coloured noises, for the networks of the papers."""
 
@@ -97,14 +108,14 @@ def little(side: int) -> Benchmark:
     return Benchmark("little", "for tests", "by the test", 2, load, settings={"fixed": {"epochs": 1, "batch": 8}})
 
 
-@pytest.mark.parametrize("network", ["alexnet", "resnet18-32"])
+@pytest.mark.parametrize("network", ["alexnet", "resnet18-32", pytest.param("resnet18-84", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", FAMILY)
 def test_runs_on_the_papers_networks(method: str, network: str) -> None:
     """One epoch of two small tasks; the second is learnt without leaving what the method allows."""
     small = {"samples": 8, "trust_images": 8, "memory": 20, "replay": 8}
     own = registry.all_methods()[method].settings()
     changes = {name: value for name, value in small.items() if hasattr(own, name)}
-    job = resolve(method, little(32), "fixed", {**changes, "lr": 0.01})
+    job = resolve(method, little(84 if network.endswith("84") else 32), "fixed", {**changes, "lr": 0.01})
     one = Trainer(job.method, registry.all_networks()[network], job.load(1, None), job.settings, 1)
     norms = {n: v.clone() for n, v in one.context.model.state_dict().items() if "norm" in n}
     while one.at < 1:

@@ -120,8 +120,8 @@ def under(prefix: str, tensors: Mapping[str, Tensor], device: torch.device) -> d
 
 
 ADAM = (
-    "it rescales every entry of the projected gradient by itself, so steps leave the allowed directions (on digits by "
-    "13 % of their length, 0.00003 % with sgd) and the promise to old tasks is void; use sgd, sgdm or sam"
+    "it rescales every entry of the projected gradient by itself, so steps leave the allowed directions (GPM on "
+    "digits: 13 % of their length, 0.00003 % with sgd) and the promise to old tasks is void; use sgd, sgdm or sam"
 )
 
 
