@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ness.errors import NessError
 from ness.lab.loader import Batch, Samples
 from ness.lab.losses import cross_entropy
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, backbone, clear
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, backbone, clear
 from ness.lab.settings import setting
 
 
@@ -124,6 +124,12 @@ def check(settings: Any) -> None:
             raise NessError(f"{name} is {getattr(settings, name)}, expected at least 2 samples")
 
 
+def kept_at_most(sizes: Sizes, own: Any) -> int:
+    """Bytes of the samples of every task but the last: uint8 images, int64 labels, a few numbers a task."""
+    memory: int = own.memory
+    return (sizes.tasks - 1) * (memory * (sizes.image + 8) + 64)
+
+
 # methods.md 16 and 21. fixed and paper: the GPM paper's totals (2000, 3000, 500) by task, with the shared schedules.
 # reference: the official code's single pass over small batches, with 13 samples a class. The rate on digits was chosen
 # with `ness tune`.
@@ -146,6 +152,8 @@ METHOD = MethodSpec(
     title="Gradients that do not raise the loss on remembered samples",
     build=Agem,
     keeps="some samples of every task",
+    keeps_samples=True,
+    kept_at_most=kept_at_most,
     paper="Chaudhry et al., Efficient Lifelong Learning with A-GEM",
     year=2019,
     settings=AgemSettings,

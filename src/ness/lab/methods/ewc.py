@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from ness.errors import NessError
 from ness.lab.loader import Batch, Samples, fixed_order
 from ness.lab.losses import cross_entropy
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import batch_norms, hold_statistics
 from ness.lab.settings import setting
@@ -208,6 +208,11 @@ def check(settings: Any) -> None:
             raise NessError(f"{name} is {getattr(settings, name)}, expected {expected}")
 
 
+def kept_at_most(sizes: Sizes, own: Any) -> int:
+    """Bytes of an anchor and a Fisher entry for every parameter, float32."""
+    return 2 * 4 * sizes.parameters
+
+
 # methods.md 14 and 21: λ = 5000 of the HAT repository is 250 on a per-sample Fisher. reference: that repository's
 # estimate and schedule; paper: its λ with the benchmarks' schedules. digits: chosen with `ness tune`.
 HAT_SCHEDULE = {"optimizer": "sgd", "lr": 0.05, "lr_min": 1e-4, "lr_factor": 3.0, "patience": 5, "epochs": 200}
@@ -228,6 +233,7 @@ METHOD = MethodSpec(
     title="A pull to earlier weights, by their Fisher information",
     build=Ewc,
     keeps="two numbers a parameter",
+    kept_at_most=kept_at_most,
     paper="Kirkpatrick et al., Overcoming catastrophic forgetting in neural networks",
     year=2017,
     settings=EwcSettings,

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ness.errors import NessError
 from ness.lab.loader import Batch, Clock
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network, Wire
 from ness.lab.settings import setting
 
@@ -220,6 +220,12 @@ def check(settings: Any) -> None:
         )
 
 
+def kept_at_most(sizes: Sizes, own: Any) -> int:
+    """Bytes of a gate a unit for every task, of what is claimed, and of stored statistics, if every layer has them."""
+    units = sum(outputs for outputs, _ in sizes.layers)
+    return 4 * (sizes.tasks + 1) * units + sizes.tasks * sum(8 * outputs + 8 for outputs, _ in sizes.layers)
+
+
 # methods.md 15 and 21. reference: the repository's schedule; fixed and paper: the GPM paper's rates, shared schedules.
 # The rate on digits was chosen with `ness tune`.
 HAT_SCHEDULE = {"lr": 0.05, "lr_min": 1e-4, "lr_factor": 3.0, "patience": 5, "epochs": 200}
@@ -239,6 +245,7 @@ METHOD = MethodSpec(
     title="Learned gates a task; what its units need is blocked",
     build=Hat,
     keeps="a gate a unit and task, and stored BatchNorm statistics a task",
+    kept_at_most=kept_at_most,
     paper="Serrà et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task",
     year=2018,
     settings=HatSettings,
