@@ -39,7 +39,7 @@ def test_each_task_has_its_own_norms(tmp_path: Path) -> None:
     for i, task in enumerate(["one", "two"], start=1):
         learn(guard, model, task, data[i])
         known[task] = norms(model)
-    assert guard.tasks == ("zero", "one", "two")
+    assert guard.tasks == ["zero", "one", "two"]
     assert not same(known["one"], known["two"])
     keys = list(model.state_dict())
     for task in ("zero", "two", "one", "two", "zero"):
@@ -90,7 +90,7 @@ def test_a_task_of_ones_own_is_an_ordinary_batchnorm_while_constrained() -> None
     assert not torch.equal(before["bn1.weight"], model.bn1.weight)
     guard.discard()
     assert same(before, norms(model))
-    assert guard.tasks == ("first",)
+    assert guard.tasks == ["first"]
 
 
 def test_a_task_can_be_resumed_half_way(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_a_task_can_be_resumed_half_way(tmp_path: Path) -> None:
     assert same(live, norms(other))
     assert torch.equal(other(x), expected)
     again.merge()
-    assert again.tasks == ("first", "b")
+    assert again.tasks == ["first", "b"]
 
 
 def test_layernorm_is_a_norm_too() -> None:

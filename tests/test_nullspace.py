@@ -353,7 +353,7 @@ def test_discard_is_as_if_nothing_had_been() -> None:
 
 
 def test_nothing_free_is_a_warning() -> None:
-    guard = ready(rule=ness.Rank(0), exclude=["head"])
+    guard = ready(rule=ness.Nuclear(0.0), exclude=["head"], bias="freeze", include=["trunk.2"])
     with pytest.warns(ness.NessWarning, match="no direction is free"):
         guard.constrain()
     assert [tuple(p.shape) for p in guard.parameters()] == [(3, 16), (3,)]
@@ -379,7 +379,9 @@ def test_other_models_optimizers_are_left_alone() -> None:
     guard = ready(rule=ness.Rank(5))
     guard.constrain(form="sgd")
     other = mlp()
+    before = other.head.weight.detach().clone()
     train(other, torch.optim.AdamW(other.parameters()), torch.randn(8, 16), steps=1)
+    assert not torch.equal(other.head.weight, before)
     guard.discard()
 
 

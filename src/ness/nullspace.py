@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from ness import distributed, storage
 from ness.certificate import Certificate
+from ness.checks import check_constrain_options, check_guard_options
 from ness.compare import Comparison, compare_outputs
 from ness.discovery import discover
 from ness.errors import NessError, NessWarning
@@ -23,7 +24,7 @@ from ness.norms import affine_parameters, read_norms, uses_batch_statistics, wri
 from ness.observe import Forward, Recorder, batches_of, call_model, watching
 from ness.optimizers import refuse_other_optimizers
 from ness.protected import Protected
-from ness.rules import Nuclear, Rule, Selection
+from ness.rules import Nuclear, Rank, Rule, Selection
 from ness.spectrum import Spectrum
 from ness.tasks import Tasks
 from ness.update import Form, Update
@@ -74,7 +75,7 @@ class NullSpace:
         statistics_device: torch.device | str | None = None,
         statistics_dtype: torch.dtype = torch.float64,
     ) -> None:
-        _check_arguments(model, rule, bias, norm, statistics_dtype)
+        check_guard_options(model, rule, bias, norm, statistics_dtype)
         self.model, self.rule = model, rule
         self.include, self.exclude = as_patterns(include, "include"), as_patterns(exclude, "exclude")
         self.bias, self.norm = bias, norm
@@ -112,9 +113,9 @@ class NullSpace:
         return {name: protected.gram for name, protected in self._protected.items()}
 
     @property
-    def tasks(self) -> tuple[str, ...]:
+    def tasks(self) -> list[str]:
         """Names of the tasks the guard knows, oldest first."""
-        return self._tasks.names
+        return list(self._tasks.names)
 
     def parameters(self) -> list[nn.Parameter]:
         """What to train: the updates, a task's own norms, and what is trainable in excluded modules."""
@@ -235,7 +236,7 @@ class NullSpace:
             protected.constraint = constraint
             if max_drift is not None and constraint.update is not None:
                 protected.limit_drift(spectra[name], selections[name], max_drift)
-        if not self._updates():
+        if not self._updates() and self.rule != Rank(0):  # which asks for just that
             warnings.warn(
                 "no direction is free in any layer: no layer will train. Raise eps", NessWarning, stacklevel=2
             )
@@ -244,14 +245,7 @@ class NullSpace:
         self._enter()
 
     def _check_constrain(self, form: str, max_drift: float | None, task: str | None, private: int) -> None:
-        if form not in ("any", "sgd"):
-            raise NessError(f"constrain(form={form!r}): expected 'any' or 'sgd'")
-        if private:
-            raise NessError(f"constrain(private={private!r}): private directions are not available yet; leave it at 0")
-        if max_drift is not None and (not isinstance(max_drift, (int, float)) or not 0 < max_drift < float("inf")):
-            raise NessError(f"constrain(max_drift={max_drift!r}): expected a number above 0")
-        if max_drift is not None and form == "sgd":
-            raise NessError("constrain(form='sgd', max_drift=...): the limit bends the update, so use form='any'")
+        check_constrain_options(form, max_drift, private)
         if self.constrained:
             raise NessError("constrain: already constrained; call merge() or discard() first")
         if any(is_constrained(module) for module in self.model.modules()):
@@ -364,11 +358,11 @@ class NullSpace:
         now = {name: protected.layer.stored() for name, protected in self._protected.items()}
         try:
             for protected in self._protected.values():
-                _write(protected, protected.anchor)
+                protected.write(protected.anchor)
             yield
         finally:
             for name, protected in self._protected.items():
-                _write(protected, now[name])
+                protected.write(now[name])
             install(updates)
 
     # -- end --------------------------------------------------------------------------------------------------------
@@ -389,7 +383,7 @@ class NullSpace:
                     )
         self._leave()
         for name, weights in merged.items():
-            _write(self._protected[name], weights)
+            self._protected[name].write(weights)
         for protected in self._protected.values():
             protected.finish()
         self._tasks.finish(read_norms(self._found.norms) if self.norm == "per_task" else {})
@@ -453,33 +447,4 @@ class NullSpace:
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
 
     def __repr__(self) -> str:
-        return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={list(self.tasks)})"
-
-
-@torch.no_grad()
-def _write(protected: Protected, matrix: Tensor) -> None:
-    """Store [W b] (groups, o, width) into the layer's parameters, rounded once."""
-    layer = protected.layer
-    weight = layer.weight.data if layer.weight_part is None else layer.weight.data[layer.weight_part]
-    weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
-    if layer.bias is not None:
-        bias = layer.bias.data if layer.bias_part is None else layer.bias.data[layer.bias_part]
-        bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
-
-
-def _check_arguments(model: nn.Module, rule: Rule, bias: str, norm: str, dtype: torch.dtype) -> None:
-    if not isinstance(model, nn.Module):
-        raise NessError(f"NullSpace: found {type(model).__name__}, expected a torch.nn.Module")
-    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
-        raise NessError(
-            f"NullSpace: found a {type(model).__name__}; guard the plain model, and wrap it after constrain(), "
-            "so that the wrapper sees the updates"
-        )
-    if not isinstance(rule, Rule):
-        raise NessError(f"NullSpace(rule={rule!r}): expected a rule such as ness.Nuclear(1e-3)")
-    if bias not in ("constrain", "freeze"):
-        raise NessError(f"NullSpace(bias={bias!r}): expected 'constrain' or 'freeze'")
-    if norm not in ("freeze", "per_task"):
-        raise NessError(f"NullSpace(norm={norm!r}): expected 'freeze' or 'per_task'")
-    if dtype not in (torch.float64, torch.float32):
-        raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
+        return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

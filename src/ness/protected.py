@@ -242,6 +242,16 @@ class Protected:
         rows = float((self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1).sum() / count).sqrt())
         return (self.merges + 1) * epsilon * (weight + change) * rows
 
+    @torch.no_grad()
+    def write(self, matrix: Tensor) -> None:
+        """Store [W b] (groups, o, width) into the layer's parameters, rounded once."""
+        layer = self.layer
+        weight = layer.weight.data if layer.weight_part is None else layer.weight.data[layer.weight_part]
+        weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
+        if layer.bias is not None:
+            bias = layer.bias.data if layer.bias_part is None else layer.bias.data[layer.bias_part]
+            bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
+
     def finish(self) -> None:
         """Book the current update as merged: its bounds add to those before."""
         self.last, bounds = self.current()

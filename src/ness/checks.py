@@ -1,0 +1,40 @@
+"""What the guard refuses before it touches anything, each with what was found, what was expected and what to do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from ness.errors import NessError
+from ness.rules import Rule
+
+
+def check_guard_options(model: nn.Module, rule: Rule, bias: str, norm: str, dtype: torch.dtype) -> None:
+    """Refuse what `NullSpace(...)` cannot work with."""
+    if not isinstance(model, nn.Module):
+        raise NessError(f"NullSpace: found {type(model).__name__}, expected a torch.nn.Module")
+    if type(model).__name__ in ("DistributedDataParallel", "FullyShardedDataParallel", "OptimizedModule"):
+        raise NessError(
+            f"NullSpace: found a {type(model).__name__}; guard the plain model, and wrap it after constrain(), "
+            "so that the wrapper sees the updates"
+        )
+    if not isinstance(rule, Rule):
+        raise NessError(f"NullSpace(rule={rule!r}): expected a rule such as ness.Nuclear(1e-3)")
+    if bias not in ("constrain", "freeze"):
+        raise NessError(f"NullSpace(bias={bias!r}): expected 'constrain' or 'freeze'")
+    if norm not in ("freeze", "per_task"):
+        raise NessError(f"NullSpace(norm={norm!r}): expected 'freeze' or 'per_task'")
+    if dtype not in (torch.float64, torch.float32):
+        raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
+
+
+def check_constrain_options(form: str, max_drift: float | None, private: int) -> None:
+    """Refuse what `constrain(...)` cannot work with, whatever the guard's state."""
+    if form not in ("any", "sgd"):
+        raise NessError(f"constrain(form={form!r}): expected 'any' or 'sgd'")
+    if private:
+        raise NessError(f"constrain(private={private!r}): private directions are not available yet; leave it at 0")
+    if max_drift is not None and (not isinstance(max_drift, (int, float)) or not 0 < max_drift < float("inf")):
+        raise NessError(f"constrain(max_drift={max_drift!r}): expected a number above 0")
+    if max_drift is not None and form == "sgd":
+        raise NessError("constrain(form='sgd', max_drift=...): the limit bends the update, so use form='any'")
