@@ -249,7 +249,7 @@ def test_it_does_learn(name: str) -> None:
 
 
 def test_sgd_form_equals_the_definition_and_projected_gradients() -> None:
-    """SGD with momentum on A is SGD on ΔW with the gradient G B Bᵀ; decay shrinks the increment (methods.md N11)."""
+    """SGD with momentum on A is SGD on ΔW with the gradient G B Bᵀ; decay shrinks the increment."""
     torch.manual_seed(8)
     old, new = low_rank(100, 30, dtype=torch.float64), torch.randn(12, 30, dtype=torch.float64)
     for rule in (ness.Rank(20), ness.Soft(ness.Nuclear(0.1))):

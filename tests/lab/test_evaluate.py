@@ -16,7 +16,7 @@ def test_repeats_exactly_and_draws_nothing() -> None:
 
 
 def test_batch_statistics_make_the_order_matter_and_stored_ones_do_not() -> None:
-    """Guards methods.md 5.3: class-sorted batches must never be evaluated with batch statistics."""
+    """Class-sorted batches must never be evaluated with batch statistics."""
     for norm, differs in (("batch", True), ("stored", False)):
         one = tiny.trainer("finetune", norm=norm, epochs=1)
         while one.at < 1:

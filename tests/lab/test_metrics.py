@@ -3,7 +3,7 @@ import pytest
 from ness.lab.metrics import backward_transfer, forgetting, learning_accuracy, mean_and_deviation, scores
 
 
-def test_the_oracle_of_the_protocol() -> None:  # methods.md 23.14
+def test_the_oracle_of_the_protocol() -> None:
     found = scores([[90.0, None], [80.0, 70.0]])
     assert (found.acc, found.bwt) == (75.0, -10.0)
 

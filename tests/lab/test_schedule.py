@@ -12,7 +12,7 @@ def trace(losses: list[float], training: Training) -> list[Plateau]:
     return seen
 
 
-def test_first_decay_at_epoch_seven() -> None:  # methods.md 23.14
+def test_first_decay_at_epoch_seven() -> None:
     seen = trace([1.0, 2, 2, 2, 2, 2, 2], Training(lr=0.01, patience=6, lr_factor=2.0))
     assert [state.lr for state in seen] == [0.01] * 6 + [0.005]
     assert [state.improved for state in seen] == [True] + [False] * 6
@@ -23,7 +23,7 @@ def test_equal_loss_is_no_improvement_and_a_lower_one_restores_patience() -> Non
     assert [state.left for state in seen] == [2, 1, 2, 1]
 
 
-@pytest.mark.parametrize(  # methods.md 6: decays until stop
+@pytest.mark.parametrize(  # decays until stop
     ("lr", "factor", "lr_min", "decays"),
     [(0.05, 2.0, 1e-5, 13), (0.01, 2.0, 1e-5, 10), (0.005, 2.0, 1e-5, 9), (0.1, 3.0, 1e-3, 5), (0.05, 3.0, 1e-3, 4)],
 )

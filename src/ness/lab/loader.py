@@ -99,7 +99,7 @@ def together(parts: Sequence[Samples]) -> Samples:
 
 
 def fixed_order(count: int, task: int, split: SplitName, device: torch.device) -> Tensor:
-    """The one order in which a split is ever evaluated: random, the same for all seeds and methods (methods.md 5.3)."""
+    """The one order in which a split is ever evaluated: random, the same for all seeds and methods."""
     generator = Generator().manual_seed(derive(20_000 + task, SPLITS.index(split)))
     return torch.randperm(count, generator=generator).to(device)
 

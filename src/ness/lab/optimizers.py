@@ -42,7 +42,7 @@ def load_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter], tensors
 
 
 def sam_offsets(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
-    """E = ρ·g/(‖g‖₂ + 1e-16), the norm taken over all gradients together (methods.md 12.1)."""
+    """E = ρ·g/(‖g‖₂ + 1e-16), the norm taken over all gradients together."""
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
     scale = rho / (norm + 1e-16)
     return [gradient * scale for gradient in gradients]

@@ -18,7 +18,7 @@ class Plateau:
 
 
 def plateau(state: Plateau, loss: float, training: Training) -> Plateau:
-    """The state after an epoch with this validation loss (methods.md 6).
+    """The state after an epoch with this validation loss.
 
     A loss that is strictly lower is kept and restores the patience. Otherwise the patience shrinks; at 0 the rate is
     divided by `lr_factor`; a rate below `lr_min` ends the task. Weights are not reloaded at a decay.

@@ -21,7 +21,7 @@ def setting(default: Any, help: str) -> Any:
 
 @dataclass(frozen=True)
 class Training:
-    """What every method shares: the loop, the optimizer, the schedule (methods.md 6 and 27.2)."""
+    """What every method shares: the loop, the optimizer, the schedule."""
 
     epochs: int = setting(200, "epochs a task at most (plateau), or exactly (cosine)")
     batch: int = setting(64, "samples a step")

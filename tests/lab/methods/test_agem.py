@@ -1,4 +1,4 @@
-"""A-GEM against methods.md 23.10: the rule, and what it is applied to."""
+"""A-GEM against figures worked out by hand: the rule, and what it is applied to."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""CODE-CL against its definition (methods.md 19 and 23.13)."""
+"""CODE-CL against its definition."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""DFGP and SAM against their definitions (methods.md 12 and 23.6)."""
+"""DFGP and SAM against their definitions."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""EWC against methods.md 23.8: the penalty, the Fisher with and without batch statistics, the scalings of λ."""
+"""EWC against figures by hand: the penalty, the Fisher with and without batch statistics, the scalings of λ."""
 
 import pytest
 import torch
@@ -134,7 +134,7 @@ def test_fisher_of_batches_is_the_hat_repositorys_and_leaves_statistics_alone() 
 
 def test_scalings_are_converted_and_never_mixed() -> None:
     hat, batch = 5000.0, 64
-    avalanche = hat / 2 * batch / 20  # methods.md 14
+    avalanche = hat / 2 * batch / 20
     assert strength(hat, "hat", batch) == strength(avalanche, "avalanche", batch) == strength(250.0, "ours", batch)
     literal = tiny.trainer("ewc", fisher="batch", convention="hat", penalty=hat).method
     assert literal.weight == hat  # on the HAT repository's own Fisher its λ is what it was

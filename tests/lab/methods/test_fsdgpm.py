@@ -1,4 +1,4 @@
-"""FS-DGPM against its definition (methods.md 11 and 23.5)."""
+"""FS-DGPM against its definition."""
 
 import math
 from itertools import pairwise

@@ -1,4 +1,4 @@
-"""GPM against its definition (methods.md 8 and 23.2), and the vocabulary its kin share: rows, bases, projections."""
+"""GPM against its definition, and the vocabulary its kin share: rows, bases, projections."""
 
 from dataclasses import replace
 

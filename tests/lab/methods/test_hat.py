@@ -1,4 +1,4 @@
-"""HAT against methods.md 23.9: gates, masks, compensation; and that what a task learnt stays on every network."""
+"""HAT against figures by hand: gates, masks, compensation; and that what a task learnt stays on every network."""
 
 import pytest
 import torch

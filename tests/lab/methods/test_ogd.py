@@ -1,4 +1,4 @@
-"""OGD against its definition (methods.md 17 and 23.11)."""
+"""OGD against its definition."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""OWM against its closed form (methods.md 13 and 23.7)."""
+"""OWM against its closed form."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""Space Decoupling, our reading of it (methods.md 18 and 23.12)."""
+"""Space Decoupling, our reading of it."""
 
 import pytest
 import torch

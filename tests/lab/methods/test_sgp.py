@@ -1,4 +1,4 @@
-"""SGP against its definition (methods.md 9 and 23.3)."""
+"""SGP against its definition."""
 
 import pytest
 import torch

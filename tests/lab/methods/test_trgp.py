@@ -1,4 +1,4 @@
-"""TRGP against its definition (methods.md 10 and 23.4)."""
+"""TRGP against its definition."""
 
 import pytest
 import torch

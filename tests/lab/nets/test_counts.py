@@ -1,4 +1,4 @@
-"""The networks of the paper, by the parameter count (methods.md section 4)."""
+"""The networks of the paper, by the parameter count."""
 
 import pytest
 import torch

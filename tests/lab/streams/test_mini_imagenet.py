@@ -8,7 +8,7 @@ from lab.streams.test_cifar100 import rows, whole
 from ness.lab.streams import mini_imagenet
 from ness.lab.streams.base import Request
 
-# methods.md 3.3: NumPy's legacy generator; seeds 1 and 37 also stand in the lineage's logs.
+# NumPy's legacy generator; seeds 1 and 37 also stand in the lineage's logs.
 FIRST = {
     1: [[80, 84, 33, 81, 93], [17, 36, 82, 69, 65], [92, 39, 56, 52, 51]],
     2: [[83, 30, 56, 24, 16]],

@@ -1,4 +1,4 @@
-"""A slip of the NESS reference's GPM on MiniImageNet, kept for the preset `reference` (methods.md, F8).
+"""A slip of the NESS reference's GPM on MiniImageNet, kept for the preset `reference`.
 
 Its patches are cut with the geometry of 32×32 images (maps 32, 16, 8, 4; first stride 1) from a network on 84×84 ones,
 so that only the top left corner of every map is seen, and the first convolution's patches are not those it really has.

@@ -63,7 +63,7 @@ def project_gradients(layers: Layers, removals: Mapping[str, Removal]) -> None:
 
 
 class Projecting(Method):
-    """Training whose gradients lose what earlier tasks use of each layer (methods.md 20).
+    """Training whose gradients lose what earlier tasks use of each layer.
 
     The first task is ordinary training. From the second on BatchNorm stands still (affine parameters and stored
     statistics), the task's head is free, and every other weight moves only where `removals` leave it room. A method

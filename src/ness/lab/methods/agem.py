@@ -1,4 +1,4 @@
-"""A-GEM: a gradient that would raise the loss on remembered samples loses the part that does (methods.md 16)."""
+"""A-GEM: a gradient that would raise the loss on remembered samples loses the part that does."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return (sizes.tasks - 1) * (memory * (sizes.image + 8) + 64)
 
 
-# methods.md 16 and 21. fixed and paper: the GPM paper's totals (2000, 3000, 500) by task, with the shared schedules.
+# fixed and paper: the GPM paper's totals (2000, 3000, 500) by task, with the shared schedules.
 # reference: the official code's single pass over small batches, with 13 samples a class. The rate on digits was chosen
 # with `ness tune`.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

@@ -1,6 +1,6 @@
 """CODE-CL: a conceptor a layer instead of a basis, and a task's own recombination where old and new inputs overlap.
 
-The preset `reference` repeats F12 (a rate of 0.1 that nobody asked for) and the traps of 19: a random start of the
+The preset `reference` repeats a rate of 0.1 that nobody asked for, and other slips of the code: a random start of the
 scales, no gradient through what linear layers subtract, plain shortcuts, and its schedule's book-keeping.
 """
 
@@ -43,7 +43,7 @@ class CodeclSettings:
 
 
 class Codecl(Scaling):
-    """C a layer; G ← G (I - C); W_eff = W + W U_t (S_t - I) U_tᵀ for the task at hand (methods.md 19)."""
+    """C a layer; G ← G (I - C); W_eff = W + W U_t (S_t - I) U_tᵀ for the task at hand."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -153,7 +153,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return 4 * (conceptors + (sizes.tasks - 1) * scales)
 
 
-# methods.md 19, 21 and 24. The reference never passes its lr on (F12); halves the rate while it divides its own book of
+# The reference never passes its lr on; halves the rate while it divides its own book of
 # it by 3 (5-datasets: five decays either way); and waits one epoch longer. It selects by validation accuracy: ours, as
 # for every method, by validation loss.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

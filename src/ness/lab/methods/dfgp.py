@@ -1,6 +1,6 @@
 """DFGP: GPM at flat minima, of the data (adversarial mix-up) and of the weights (SAM); without mix-up it is FGP.
 
-The preset `reference` repeats F9: label weights exchanged, and one mean share for all samples of a batch.
+The preset `reference` repeats the code: label weights exchanged, and one mean share for all samples of a batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +60,7 @@ def mixed(batch: Batch, partner: Tensor, share: Tensor) -> Mixed:
 
 
 def mixed_loss(logits: Tensor, mix: Mixed, labels: Literal["correct", "swapped"]) -> Tensor:
-    """Mean of (1-λ)·CE(y) + λ·CE(y_π), a sample each; swapped: mean(λ)·CE(y) + (1 - mean(λ))·CE(y_π) (F9)."""
+    """Mean of (1-λ)·CE(y) + λ·CE(y_π), a sample each; swapped: mean(λ)·CE(y) + (1 - mean(λ))·CE(y_π)."""
     if labels == "swapped":
         share = mix.share.mean()
         return share * F.cross_entropy(logits, mix.labels) + (1 - share) * F.cross_entropy(logits, mix.partner)
@@ -117,7 +117,7 @@ def check_dfgp(settings: Any) -> None:
     check(settings)
 
 
-# methods.md 12.4, 21 and 24; w of the best published row of each benchmark (22.1).
+# w of the best published row of each benchmark.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {
         "*": {**COMMON["*"], "optimizer": "sam", "growth": 0.0},

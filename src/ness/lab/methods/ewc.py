@@ -1,4 +1,4 @@
-"""EWC: a quadratic pull to the last task's weights, each as strong as its Fisher information (methods.md 14)."""
+"""EWC: a quadratic pull to the last task's weights, each as strong as its Fisher information."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -213,7 +213,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return 2 * 4 * sizes.parameters
 
 
-# methods.md 14 and 21: λ = 5000 of the HAT repository is 250 on a per-sample Fisher. reference: that repository's
+# λ = 5000 of the HAT repository is 250 on a per-sample Fisher. reference: that repository's
 # estimate and schedule; paper: its λ with the benchmarks' schedules. digits: chosen with `ness tune`.
 HAT_SCHEDULE = {"optimizer": "sgd", "lr": 0.05, "lr_min": 1e-4, "lr_factor": 3.0, "patience": 5, "epochs": 200}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

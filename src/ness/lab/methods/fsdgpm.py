@@ -1,6 +1,6 @@
 """FS-DGPM: replay, weights pushed uphill inside old subspaces before the gradient is taken, softly projected after.
 
-The preset `reference` repeats F11: importances that are wrapped anew in every step and end at a constant. Not repeated:
+The preset `reference` repeats the code: importances wrapped anew in every step, which end at a constant. Not repeated:
 momentum cleared at each decay of the rate, and a backward transfer divided by T.
 """
 
@@ -36,7 +36,7 @@ from ness.lab.nets.base import Network
 from ness.lab.nets.norms import without_update
 from ness.lab.settings import setting
 
-CLAMP, CLIP, MOMENTUM, SHARPNESS = 2.0, 2.0, 0.9, 10.0  # methods.md 11: of the ascent, of both gradients, of λ
+CLAMP, CLIP, MOMENTUM, SHARPNESS = 2.0, 2.0, 0.9, 10.0  # of the ascent, of both gradients, of λ
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def clipped(gradients: Sequence[Tensor], most: float) -> list[Tensor]:
 
 
 def rewrapped(importance: Tensor) -> Tensor:
-    """The reference's λ ← sigmoid(10·λ), applied to λ itself in every step: it ends at 0.99995 (F11)."""
+    """The reference's λ ← sigmoid(10·λ), applied to λ itself in every step: it ends at 0.99995."""
     return torch.sigmoid(SHARPNESS * importance)
 
 
@@ -255,7 +255,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return (memory + 1) * (4 * sizes.image + 16) + 8 + 4 * sum(width * (width + 2) for _, width in sizes.layers)
 
 
-# methods.md 11, 21 and 24. Its own AlexNet has one BatchNorm and one head for all classes; here it is the lineage's,
+# Its own AlexNet has one BatchNorm and one head for all classes; here it is the lineage's,
 # with a head a task. There is no code of it for the other two benchmarks: schedules and ε are GPM's.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {

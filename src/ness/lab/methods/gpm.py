@@ -1,7 +1,7 @@
 """GPM: after each task the directions that hold most of every layer's inputs are closed to later gradients.
 
 The preset `reference` counts one direction fewer in the first task (8.3) and, on MiniImageNet, repeats two slips of the
-code behind the NESS paper (F8): ε passes 1, after which only heads train, and inputs are seen in a corner only.
+code behind the NESS paper: ε passes 1, after which only heads train, and inputs are seen in a corner only.
 """
 
 from collections.abc import Mapping
@@ -108,7 +108,7 @@ class Gpm(Projecting):
 
 
 class GpmItself(Gpm):
-    """GPM (methods.md 8.3), with the reference's way of looking at MiniImageNet as a choice."""
+    """GPM, with the reference's way of looking at MiniImageNet as a choice."""
 
     def rows_of(self, lesson: Lesson) -> dict[str, Tensor]:
         """Inputs of every layer, or of the corner the reference sees."""
@@ -134,10 +134,10 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return 4 * sum(width * width for _, width in sizes.layers)
 
 
-ALEXNET_IMAGES = (24, 100, 100, 125, 125)  # methods.md 8.4
+ALEXNET_IMAGES = (24, 100, 100, 125, 125)  # of which each layer sees the first so many
 RESNET_IMAGES = (*[10] * 9, *[50] * 4, *[100] * 7)  # 17 convolutions 3×3 and 3 shortcuts, in module order
 
-# methods.md 8.4, 8.5, 21 and 24; epochs, patience and the like are the benchmarks'.
+# epochs, patience and the like are the benchmarks'.
 COMMON: dict[str, dict[str, Any]] = {
     "*": {"optimizer": "sgd", "weight_decay": 0.0},
     "digits": {"lr": 0.1, "samples": 200},

@@ -1,4 +1,4 @@
-"""HAT: every task learns near-binary gates on hidden units; what its units need stays as it was (methods.md 15)."""
+"""HAT: every task learns near-binary gates on hidden units; what its units need stays as it was."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -226,7 +226,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return 4 * (sizes.tasks + 1) * units + sizes.tasks * sum(8 * outputs + 8 for outputs, _ in sizes.layers)
 
 
-# methods.md 15 and 21. reference: the repository's schedule; fixed and paper: the GPM paper's rates, shared schedules.
+# reference: the repository's schedule; fixed and paper: the GPM paper's rates, shared schedules.
 # The rate on digits was chosen with `ness tune`.
 HAT_SCHEDULE = {"lr": 0.05, "lr_min": 1e-4, "lr_factor": 3.0, "patience": 5, "epochs": 200}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {

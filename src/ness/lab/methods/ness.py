@@ -39,7 +39,7 @@ class NessSettings:
 
 
 class Ness(Method):
-    """W ← W + (U V)ᵀ with U the directions that earlier inputs hardly use (methods.md 7.2); the guard holds both."""
+    """W ← W + (U V)ᵀ with U the directions that earlier inputs hardly use; the guard holds both."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -134,7 +134,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return sum(8 * width * width + (8 + 4) * outputs * width + 32 for outputs, width in sizes.layers)
 
 
-# methods.md 7.5, 21 and 24; epochs, patience and the like are the benchmarks'.
+# epochs, patience and the like are the benchmarks'.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {
         "digits": {"eps": 2e-3},

@@ -59,7 +59,7 @@ def extended(basis: Tensor, vectors: Tensor) -> Tensor:
 
 
 class Ogd(Projecting):
-    """S (m, p) over all shared weights; g ← g - Sᵀ S g (methods.md 17)."""
+    """S (m, p) over all shared weights; g ← g - Sᵀ S g."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -113,7 +113,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return 4 * samples * (sizes.tasks - 1) * sum(outputs * width for outputs, width in sizes.layers)
 
 
-# methods.md 17 and 21; no published settings for these benchmarks: GPM's rates. On AlexNet a direction is 26 MB, so
+# no published settings for these benchmarks: GPM's rates. On AlexNet a direction is 26 MB, so
 # fewer samples there.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {

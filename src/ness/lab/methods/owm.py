@@ -34,7 +34,7 @@ class OwmSettings:
 
 
 def shrunk(projector: Tensor, rows: Tensor, alpha: float | Tensor) -> Tensor:
-    """P - P Rᵀ (αI + R P Rᵀ)⁻¹ R P for rows R (m, d): P⁻¹ grows by RᵀR/α, a block at once (methods.md 13).
+    """P - P Rᵀ (αI + R P Rᵀ)⁻¹ R P for rows R (m, d): P⁻¹ grows by RᵀR/α, a block at once.
 
     >>> shrunk(torch.eye(2), torch.tensor([[1.0, 0.0]]), 1.0)
     tensor([[0.5000, 0.0000],
@@ -178,7 +178,7 @@ def kept(sizes: Sizes, own: Any) -> int:
     return 8 * sum(width * width for _, width in sizes.layers)
 
 
-# methods.md 13 and 21: on the lineage's network, loop and frozen BatchNorm. The reference's own code also selects by
+# on the lineage's network, loop and frozen BatchNorm. The reference's own code also selects by
 # test accuracy; that is not copied. Its rate is constant: a plateau whose patience no task outlasts.
 REFERENCE = {"updates": "every-batch", "clip": 10.0, "optimizer": "sgdm", "lr": 0.02, "epochs": 25, "patience": 25}
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {

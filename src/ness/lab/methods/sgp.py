@@ -1,7 +1,7 @@
 """SGP: GPM whose stored directions carry an importance, so that gradients along them are scaled, not removed.
 
 The preset `reference` counts as GPM's does, always draws CIFAR-100's validation images with seed 0, and on MiniImageNet
-lets ε reach 1 (F8).
+lets ε reach 1.
 """
 
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class SgpSettings(GpmSettings):
 
 
 def importance(values: Tensor, alpha: float) -> Tensor:
-    """λᵢ = (α + 1) vᵢ / (α vᵢ + max v), in [0, 1] (methods.md 9); of no values none.
+    """λᵢ = (α + 1) vᵢ / (α vᵢ + max v), in [0, 1]; of no values none.
 
     >>> importance(torch.tensor([2.0, 1.0]), 1.0)
     tensor([1.0000, 0.6667])
@@ -92,7 +92,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return 4 * sum(width * (width + 1) for _, width in sizes.layers)
 
 
-# methods.md 9, 21 and 24. MiniImageNet: the reference's schedule passes 1; the fixed one and its α are a third party's.
+# MiniImageNet: the reference's schedule passes 1; the fixed one and its α are a third party's.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {
         "*": COMMON["*"],

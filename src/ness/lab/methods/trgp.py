@@ -1,6 +1,6 @@
 """TRGP: GPM, and old tasks whose inputs a new task shares lend it their subspace, rescaled by a matrix of its own.
 
-The preset `reference` repeats the slips of F10 and 10.5: a task's strongest new direction is left out of the memory,
+The preset `reference` repeats slips of the code: a task's strongest new direction is left out of the memory,
 all scales hang on the first layer's, AlexNet's BatchNorm stays free, ResNet's third task may reuse the second alone.
 Its mean over several shuffled test passes is not repeated: every method is evaluated alike here.
 """
@@ -53,7 +53,7 @@ def energies(basis: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def covering(energy: Tensor, total: float, threshold: float) -> list[int]:
-    """The fewest vectors, strongest first, that hold the share of the total (methods.md 10.3).
+    """The fewest vectors, strongest first, that hold the share of the total.
 
     >>> covering(torch.tensor([1.0, 9.0, 4.0]), 14.0, 0.97)
     [1, 2, 0]
@@ -65,13 +65,13 @@ def covering(energy: Tensor, total: float, threshold: float) -> list[int]:
 
 
 def admitted(chosen: Sequence[int], old: int, *, strongest: bool) -> list[int]:
-    """Which of the chosen vectors are new and enter the memory; without the strongest new one if so asked (F10)."""
+    """Which of the chosen vectors are new and enter the memory; without the strongest new one if so asked."""
     first = old if strongest else old + 1
     return [index for index in chosen if index >= first]
 
 
 def trusted(gradient: Tensor, bases: Mapping[int, Tensor], trust: float, most: int) -> list[int]:
-    """Old tasks in regime 2, ‖G Bⱼ Bⱼᵀ‖_F > trust·‖G‖_F, the strongest first, `most` at most (methods.md 10.3)."""
+    """Old tasks in regime 2, ‖G Bⱼ Bⱼᵀ‖_F > trust·‖G‖_F, the strongest first, `most` at most."""
     shares = {task: float((gradient @ basis).norm()) for task, basis in bases.items()}
     ranked = sorted(shares, key=lambda task: -shares[task])[:most]
     return [task for task in ranked if shares[task] > trust * float(gradient.norm())]
@@ -192,7 +192,6 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return square * (1 + (1 + reuse) * (sizes.tasks - 1))
 
 
-# methods.md 10.4, 10.5, 21 and 24.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {
         "*": COMMON["*"],

@@ -1,4 +1,4 @@
-"""The AlexNet variant of the GPM lineage for 32×32 images (methods.md 4.1): three convolutions, two wide layers."""
+"""The AlexNet variant of the GPM lineage for 32×32 images: three convolutions, two wide layers."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The reduced ResNet18 (nf = 20) of the GPM lineage (methods.md 4.2): stem stride 1 at 32×32, 2 at 84×84."""
+"""The reduced ResNet18 (nf = 20) of the GPM lineage: stem stride 1 at 32×32, 2 at 84×84."""
 
 from collections.abc import Iterator, Sequence
 from functools import partial
