@@ -1,4 +1,5 @@
 from ness.lab import registry
+from ness.lab.jobs import resolve
 from ness.report.paper import number_for, numbers
 from ness.report.table import rows
 from report.making import record
@@ -18,3 +19,15 @@ def test_beside_ours_only_where_optimizer_and_decay_agree() -> None:
     assert row.paper is not None
     assert row.paper.bwt == (-0.28, 0.22)
     assert rows([record("ness", benchmark="cifar100", settings={"optimizer": "adamw"})])[0].paper is None
+
+
+def test_what_a_number_depends_on_are_settings_of_its_method() -> None:
+    for one in numbers():
+        assert set(one.when) <= set(resolve(one.method, one.benchmark).as_dict()), one
+
+
+def test_the_best_row_of_dfgp_finds_its_number() -> None:
+    settings = resolve("dfgp", "cifar100", changes={"mix_weight": 0.05}).as_dict()
+    found = number_for("dfgp", "cifar100", settings)
+    assert found is not None
+    assert found.acc == (73.77, 0.33)
