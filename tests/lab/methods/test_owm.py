@@ -53,7 +53,7 @@ def test_projectors_shrink_and_blocks_are_sequences(seed, width, count, alpha) -
         assert torch.equal(found, found.mT)
         values = torch.linalg.eigvalsh(found)
         assert values.min() > 0
-        assert values.max() <= 1 + 1e-12
+        assert values.max() <= 1 + 1e-8  # rounding, as large as ‖R‖²/α allows
         assert torch.allclose(found, at_once, atol=1e-7)
 
 
