@@ -338,3 +338,25 @@ def test_frozen_parts_stay_bit_identical() -> None:
     train(model, torch.optim.AdamW(guard.parameters(), lr=1e-2, weight_decay=0.1), new)
     after = model.state_dict()
     assert [key for key in before if not torch.equal(before[key], after[key])] == ["head.weight", "head.bias"]
+
+
+@pytest.mark.parametrize("way", ["matmul", "convolution"])
+def test_reduced_precision_of_the_callers_products_does_not_reach_the_update(way: str) -> None:
+    """TF32 is a switch of the process; inside the update's own products it is off, and on again afterwards."""
+    from ness.update import full_precision
+
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        torch.set_float32_matmul_precision("high")
+        torch.backends.cudnn.allow_tf32 = True
+        with full_precision(torch.zeros(1)):
+            inside = {
+                "matmul": torch.get_float32_matmul_precision() == "highest",
+                "convolution": not torch.backends.cudnn.allow_tf32,
+            }
+        assert inside[way]
+        assert torch.get_float32_matmul_precision() == "high"
+        assert torch.backends.cudnn.allow_tf32
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]

@@ -11,7 +11,8 @@ hardly reach. Four ways to run it, all the same function, chosen by counted FLOP
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -55,10 +56,11 @@ class Projector:
 
     def __call__(self, rows: Tensor) -> Tensor:
         """Project rows (groups, n, d)."""
-        if self.how == "dense":
-            return rows @ self.matrix
-        inside = (rows @ self.matrix) @ self.matrix.mT
-        return inside if self.how == "basis" else rows * self.squared_scale - inside
+        with full_precision(rows):
+            if self.how == "dense":
+                return rows @ self.matrix
+            inside = (rows @ self.matrix) @ self.matrix.mT
+            return inside if self.how == "basis" else rows * self.squared_scale - inside
 
     def to(self, device: torch.device) -> Projector:
         """The same on another device."""
@@ -204,6 +206,15 @@ class Update:
         self.limit = None if self.limit is None else self.limit.to(device)
 
 
-def full_precision(like: Tensor) -> torch.autocast:
-    """Autocast switched off: a half-precision B would leak into the directions that must not move."""
-    return torch.autocast(like.device.type, enabled=False)
+@contextmanager
+def full_precision(like: Tensor) -> Iterator[None]:
+    """Products inside are as exact as the dtype: a half-precision or TF32 B would leak into what must not move."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.autocast(like.device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions

@@ -63,7 +63,8 @@ class Samples:
         tasks = None if self.tasks is None else self.tasks[index]
         if images.dtype == torch.uint8:
             mean, std = (self.mean, self.std) if tasks is None else (self.mean[tasks], self.std[tasks])
-            images = (images.to(torch.float32) / 255 - mean) / std
+            layout = torch.channels_last if images.is_cuda else torch.preserve_format
+            images = (images.to(torch.float32, memory_format=layout) / 255 - mean) / std
         return Batch(images, self.labels[index], self.task, tasks)
 
     def stored_order(self) -> Tensor:

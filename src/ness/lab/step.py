@@ -1,8 +1,10 @@
 """One training step: tensors in, the loss out, nothing read on the host, so that it can be captured in a graph."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
@@ -39,8 +41,23 @@ class Step:
         if inputs.share is not None:
             batch = mixed_up(batch, inputs.share, self.random)
         clear(self.trained)
-        loss = self.method.gradients(batch, self.trained, sam=self.sam)
+        with tensor_cores(self.lr.device):
+            loss = self.method.gradients(batch, self.trained, sam=self.sam)
         self.method.after_backward(batch)
         self.optimizer.step()
         self.method.after_step(batch)
         return loss.detach()
+
+
+@contextmanager
+def tensor_cores(device: torch.device) -> Iterator[None]:
+    """On a card, float32 products inside run as its convolutions do: TF32 factors, float32 sums.
+
+    That is for losses and gradients; projections and statistics, whose exactness is the promise, stay outside.
+    """
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else before)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -60,6 +60,21 @@ def heads(width: int, classes: Sequence[int]) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(width, count, bias=False) for count in classes)
 
 
+class BatchNorm2d(nn.BatchNorm2d):
+    """BatchNorm by torch's own kernels on a card.
+
+    cuDNN's give a channel to a block, so that twenty channels use a seventh of an H200, or are cooperative ones, whose
+    captured graphs are slow to launch.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """(n, c, h, w) to the same shape."""
+        if not input.is_cuda:
+            return super().forward(input)
+        with torch.backends.cudnn.flags(enabled=False):
+            return super().forward(input)
+
+
 def norm1d(width: int, norms: Norms) -> nn.BatchNorm1d:
     """BatchNorm after a linear layer; see `norm2d` for the policies."""
     return nn.BatchNorm1d(width, track_running_stats=norms == "stored")
@@ -71,7 +86,7 @@ def norm2d(width: int, norms: Norms) -> nn.BatchNorm2d:
     "batch": the statistics of the batch, at training and at test, as in the lineage; accuracy depends on who shares
     a test batch. "stored": running statistics of training at test; accuracy does not depend on the test batch.
     """
-    return nn.BatchNorm2d(width, track_running_stats=norms == "stored")
+    return BatchNorm2d(width, track_running_stats=norms == "stored")
 
 
 def build(
@@ -86,7 +101,7 @@ def build(
 ) -> Network:
     """The network on `device`: initial weights from `weights` (a CPU generator), dropout masks from `dropout`.
 
-    Torch's global generator is neither used nor moved.
+    Torch's global generator is neither used nor moved. On a card weights are laid out channels last.
     """
     with torch.device("meta"):
         network = spec.build(shape, classes, norms)
@@ -95,7 +110,10 @@ def build(
     for module in network.modules():
         if isinstance(module, Dropout):
             module.generator = dropout
-    return network.to(device)
+    network = network.to(device)
+    if device.type == "cuda":
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what the card's kernels want
+    return network
 
 
 def initialise(network: nn.Module, generator: Generator) -> None:

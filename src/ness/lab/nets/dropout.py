@@ -46,7 +46,7 @@ class Dropout(nn.Module):
             return x
         if self.generator is None:
             raise NessError("Dropout has no generator: set `.generator`, or build the network with nets.base.build")
-        kept = torch.empty(x.shape, dtype=torch.bool, device=x.device).bernoulli_(1 - self.p, generator=self.generator)
+        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.p, generator=self.generator)
         masked: Tensor = _Masked.apply(x, kept, 1 / (1 - self.p))  # type: ignore[no-untyped-call]
         return masked
 
