@@ -12,7 +12,8 @@ class CertificateRow:
     """One layer. Figures of grouped layers are the root-sum-square of their groups'.
 
     `bound` holds for the worst single row ever observed, and grows with the number of rows, since σ does; `rms_bound`
-    and `rms_drift` are root-mean-squares over all rows. Bounds add up over merged tasks.
+    and `rms_drift` are root-mean-squares over all rows. Bounds add up over merged tasks. All of them are of the shared
+    weights: a task's private part moves no other task.
     """
 
     name: str
@@ -43,7 +44,9 @@ class Certificate:
     rows: tuple[CertificateRow, ...]
     skipped: Mapping[str, str] = field(default_factory=dict)  # frozen layers, and why
     outside: tuple[str, ...] = ()  # norms that use batch statistics: their outputs depend on the batch
-    kept: Mapping[str, int] = field(default_factory=dict)  # numbers a task keeps for itself
+    kept: Mapping[str, int] = field(default_factory=dict)  # numbers a task keeps for itself: private part and norms
+    shared_directions: int = 0  # numbers of the private directions that all tasks share, kept once
+    protected_weights: int = 0  # numbers of the protected convolution and linear weights
     parameters: int = 0  # numbers of the model
 
     @property
@@ -81,7 +84,15 @@ class Certificate:
             lines.append(f"outside the promise (batch statistics): {', '.join(self.outside)}")
         lines.extend(f"frozen: {name or '(model)'}: {why}" for name, why in self.skipped.items())
         for task, count in self.kept.items():
-            lines.append(f"task {task!r} keeps {count:,} numbers of its own ({count / max(1, self.parameters):.2%})")
+            of_model, of_weights = (count / max(1, whole) for whole in (self.parameters, self.protected_weights))
+            lines.append(
+                f"task {task!r} keeps {count:,} numbers of its own "
+                f"({of_model:.2%} of the model, {of_weights:.2%} of the protected weights)"
+            )
+        if self.kept:
+            lines.append("(bounds and drift are of what all tasks share; what a task keeps for itself moves no other)")
+        if self.shared_directions:
+            lines.append(f"private directions that all tasks share: {self.shared_directions:,} numbers, kept once")
         return "\n".join(lines)
 
 

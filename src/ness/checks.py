@@ -9,7 +9,9 @@ from ness.errors import NessError
 from ness.rules import Rule
 
 
-def check_guard_options(model: nn.Module, rule: Rule, bias: str, norm: str, dtype: torch.dtype) -> None:
+def check_guard_options(
+    model: nn.Module, rule: Rule, bias: str, norm: str, private_basis: str, dtype: torch.dtype
+) -> None:
     """Refuse what `NullSpace(...)` cannot work with."""
     if not isinstance(model, nn.Module):
         raise NessError(f"NullSpace: found {type(model).__name__}, expected a torch.nn.Module")
@@ -24,16 +26,16 @@ def check_guard_options(model: nn.Module, rule: Rule, bias: str, norm: str, dtyp
         raise NessError(f"NullSpace(bias={bias!r}): expected 'constrain' or 'freeze'")
     if norm not in ("freeze", "per_task"):
         raise NessError(f"NullSpace(norm={norm!r}): expected 'freeze' or 'per_task'")
+    if private_basis not in ("shared", "per_task"):
+        raise NessError(f"NullSpace(private_basis={private_basis!r}): expected 'shared' or 'per_task'")
     if dtype not in (torch.float64, torch.float32):
         raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
 
 
-def check_constrain_options(form: str, max_drift: float | None, private: int) -> None:
+def check_constrain_options(form: str, max_drift: float | None) -> None:
     """Refuse what `constrain(...)` cannot work with, whatever the guard's state."""
     if form not in ("any", "sgd"):
         raise NessError(f"constrain(form={form!r}): expected 'any' or 'sgd'")
-    if private:
-        raise NessError(f"constrain(private={private!r}): private directions are not available yet; leave it at 0")
     if max_drift is not None and (not isinstance(max_drift, (int, float)) or not 0 < max_drift < float("inf")):
         raise NessError(f"constrain(max_drift={max_drift!r}): expected a number above 0")
     if max_drift is not None and form == "sgd":

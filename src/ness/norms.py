@@ -28,20 +28,23 @@ def affine_parameters(norms: dict[str, nn.Module]) -> list[nn.Parameter]:
     return [p for module in norms.values() for p in module.parameters(recurse=False)]
 
 
-def read_norms(norms: dict[str, nn.Module]) -> NormValues:
-    """A copy of everything the norms hold: γ, β, running mean and variance, batch counter."""
+def live_tensors(norms: dict[str, nn.Module]) -> NormValues:
+    """Everything the norms hold, by name: γ, β, running mean and variance, batch counter."""
     return {
-        f"{name}.{key}": value.detach().clone()
+        f"{name}.{key}": value
         for name, module in norms.items()
         for key, value in (*module._parameters.items(), *module._buffers.items())
         if value is not None
     }
 
 
+def read_norms(norms: dict[str, nn.Module]) -> NormValues:
+    """A copy of everything the norms hold."""
+    return {name: value.detach().clone() for name, value in live_tensors(norms).items()}
+
+
 @torch.no_grad()
 def write_norms(norms: dict[str, nn.Module], values: NormValues) -> None:
     """Put a copy back into the norms, in place."""
-    for name, module in norms.items():
-        for key, target in (*module._parameters.items(), *module._buffers.items()):
-            if target is not None:
-                target.copy_(values[f"{name}.{key}"])
+    for name, target in live_tensors(norms).items():
+        target.copy_(values[name])

@@ -23,6 +23,7 @@ from ness.names import as_patterns
 from ness.norms import affine_parameters, read_norms, uses_batch_statistics, write_norms
 from ness.observe import Forward, Recorder, batches_of, call_model, watching
 from ness.optimizers import refuse_other_optimizers
+from ness.private import PrivatePart, capped, check_private
 from ness.protected import Protected
 from ness.rules import Nuclear, Rank, Rule, Selection
 from ness.spectrum import Spectrum
@@ -59,6 +60,8 @@ class NullSpace:
         exclude: leave these to the caller, trainable and unprotected (the new task's head, say).
         bias: "constrain" biases with their weights, or "freeze" them.
         norm: "freeze" affine parameters and statistics of norm layers, or keep a copy "per_task".
+        private_basis: tasks use the same private directions, "shared", chosen once and grown where a task asks for
+            more; or choose and keep their own, "per_task".
         statistics_device: where Grams live; by default on each layer's own device.
         statistics_dtype: `torch.float32` multiplies blocks in float32: faster on some cards, 1e-6 instead of 1e-10.
     """
@@ -72,13 +75,14 @@ class NullSpace:
         exclude: str | Sequence[str] = (),
         bias: Literal["constrain", "freeze"] = "constrain",
         norm: Literal["freeze", "per_task"] = "freeze",
+        private_basis: Literal["shared", "per_task"] = "shared",
         statistics_device: torch.device | str | None = None,
         statistics_dtype: torch.dtype = torch.float64,
     ) -> None:
-        check_guard_options(model, rule, bias, norm, statistics_dtype)
+        check_guard_options(model, rule, bias, norm, private_basis, statistics_dtype)
         self.model, self.rule = model, rule
         self.include, self.exclude = as_patterns(include, "include"), as_patterns(exclude, "exclude")
-        self.bias, self.norm = bias, norm
+        self.bias, self.norm, self.private_basis = bias, norm, private_basis
         self.statistics_device = None if statistics_device is None else torch.device(statistics_device)
         self.statistics_dtype = statistics_dtype
         self._found = discover(model, self.include, self.exclude)
@@ -118,7 +122,7 @@ class NullSpace:
         return list(self._tasks.names)
 
     def parameters(self) -> list[nn.Parameter]:
-        """What to train: the updates, a task's own norms, and what is trainable in excluded modules."""
+        """What to train: updates, a task's norms and private part, and what is trainable in excluded modules."""
         self._require_constrained("parameters()")
         return [p for p in self.model.parameters() if p.requires_grad]
 
@@ -217,20 +221,25 @@ class NullSpace:
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
+        Training starts from the shared weights: where the task in use has a private part, that is taken out first.
+
         Args:
             form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum and decay included).
             max_drift: keep every layer's RMS drift under this fraction of its own output's RMS, at every step.
-            task: the name of the task that begins; needed with `norm="per_task"`.
-            private: private directions a task; not available yet.
+            task: the name of the task that begins; needed with `norm="per_task"` and with `private`.
+            private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
+                those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
+                other task sees them, and no bound counts them. The task keeps k numbers an output unit.
         """
         distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
         self._reduce()
-        spectra = distributed.together(self._spectra)
+        spectra = distributed.together(lambda: self._spectra(private))
         selections = self._selections(spectra)
         constraints = {
             name: self._protected[name].prepare(spectra[name], selection, form, self.bias)
             for name, selection in selections.items()
         }
+        self._wear({})
         for name, constraint in constraints.items():
             protected = self._protected[name]
             protected.constraint = constraint
@@ -245,7 +254,8 @@ class NullSpace:
         self._enter()
 
     def _check_constrain(self, form: str, max_drift: float | None, task: str | None, private: int) -> None:
-        check_constrain_options(form, max_drift, private)
+        check_constrain_options(form, max_drift)
+        check_private(private, task, {name: layer.fan_in for name, layer in self._found.layers.items()})
         if self.constrained:
             raise NessError("constrain: already constrained; call merge() or discard() first")
         if any(is_constrained(module) for module in self.model.modules()):
@@ -256,17 +266,16 @@ class NullSpace:
             raise NessError("constrain: norm='per_task' needs the name of the task, constrain(task=NAME)")
         self._tasks.check_new(task)
 
-    def _spectra(self) -> dict[str, Spectrum]:
-        """Decompose every layer that saw something; name those that did not."""
+    def _spectra(self, private: int) -> dict[str, Spectrum]:
+        """Decompose every layer that saw something, beside its private directions; name those that did not."""
         self._idle = {name: "saw no input row: frozen" for name in self._found.layers if name not in self._protected}
         spectra, thin = {}, []
         for name, protected in self._protected.items():
             if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
                 self._idle[name] = "saw only zeros: frozen"
                 continue
-            spectra[name] = (
-                protected.spectrum(self.bias) if distributed.on_rank_zero() else protected.no_spectrum(self.bias)
-            )
+            decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
+            spectra[name] = decompose(self.bias, capped(private, protected.layer.fan_in))
             if protected.moments.gram.count < protected.layer.fan_in:
                 thin.append(f"{name!r} ({protected.moments.gram.count} rows, fan-in {protected.layer.fan_in})")
         if not spectra:
@@ -276,7 +285,15 @@ class NullSpace:
                 f"fewer rows than inputs in {', '.join(thin)}: directions that no row happened to use count as free, "
                 "though old data of the same kind may use them. Observe more",
                 NessWarning,
-                stacklevel=6,
+                stacklevel=5,
+            )
+        half = [name for name in spectra if private and self._found.layers[name].weight.dtype.itemsize < 4]
+        if half:
+            warnings.warn(
+                f"private parts of half-precision weights ({', '.join(half)}): each use() rounds W + B Kᵀ to half "
+                "precision anew. They are promised for float32 weights",
+                NessWarning,
+                stacklevel=5,
             )
         return spectra
 
@@ -284,7 +301,7 @@ class NullSpace:
         """Rank 0's directions and choice on every rank: equal matrices have equal spectra, not equal eigenvectors."""
         if distributed.active():
             for spectrum in spectra.values():
-                distributed.from_rank_zero_([spectrum.sigma, spectrum.directions, spectrum.noise])
+                distributed.from_rank_zero_(spectrum.tensors())
         return self.rule.select(spectra)
 
     def _updates(self) -> list[Update]:
@@ -330,13 +347,15 @@ class NullSpace:
         if not self._protected and not distributed.active():
             raise NessError("certificate: nothing was observed yet; call observe(old_inputs) first")
         self._reduce()
-        norms = self._found.norms
-        own = sum(value.numel() for value in read_norms(norms).values()) if self.norm == "per_task" else 0
+        protected = self._protected.values()
+        directions = [p.directions for p in protected if p.directions is not None]
         return Certificate(
-            rows=tuple(protected.certify() for protected in self._protected.values()),
+            rows=tuple(p.certify() for p in protected),
             skipped=self.skipped,
-            outside=tuple(name for name, module in norms.items() if uses_batch_statistics(module)),
-            kept=dict.fromkeys(self.tasks[1:], own) if own else {},
+            outside=tuple(name for name, module in self._found.norms.items() if uses_batch_statistics(module)),
+            kept=self._tasks.kept(),
+            shared_directions=sum(k.numel() for k in directions),
+            protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in self._updates()}),
         )
 
@@ -352,13 +371,14 @@ class NullSpace:
 
     @contextmanager
     def _as_observed(self) -> Iterator[None]:
-        """The model with the weights it had when last observed."""
+        """The model with the weights it had when last observed, the private part of the task in use among them."""
         updates = self._updates() if self.constrained else []
         uninstall(updates)
         now = {name: protected.layer.stored() for name, protected in self._protected.items()}
+        parts = self._tasks.private_in_use()
         try:
-            for protected in self._protected.values():
-                protected.write(protected.anchor)
+            for name, protected in self._protected.items():
+                protected.write(protected.with_private(protected.anchor, parts.get(name)))
             yield
         finally:
             for name, protected in self._protected.items():
@@ -368,15 +388,22 @@ class NullSpace:
     # -- end --------------------------------------------------------------------------------------------------------
 
     def merge(self) -> None:
-        """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order."""
+        """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order.
+
+        The finished task is in use. Its private part is in its model's weights, not in those that all tasks share.
+        """
         if self._phase == "merged":
             return
         self._require_constrained("merge()")
-        merged = {}
+        merged, parts, own = {}, {}, self.private_basis == "per_task"
         for name, protected in self._protected.items():
             if protected.constraint is not None and protected.constraint.update is not None:
                 merged[name] = protected.running()
-                if not bool(torch.isfinite(merged[name]).all()):
+                part = protected.constraint.private_part(own)
+                if part is not None:
+                    parts[name] = part
+                numbers = [merged[name]] if part is None else [merged[name], part.coefficients]
+                if not all(bool(torch.isfinite(values).all()) for values in numbers):
                     raise NessError(
                         f"merge: the update of layer {name!r} holds NaN or Inf; training diverged. "
                         "The model is untouched: call discard(), lower the learning rate, and try again"
@@ -385,12 +412,13 @@ class NullSpace:
         for name, weights in merged.items():
             self._protected[name].write(weights)
         for protected in self._protected.values():
-            protected.finish()
-        self._tasks.finish(read_norms(self._found.norms) if self.norm == "per_task" else {})
+            protected.finish(keep_directions=not own)
+        self._tasks.finish(read_norms(self._found.norms) if self.norm == "per_task" else {}, parts)
+        self._wear(parts)
         self._phase = "merged"
 
     def discard(self) -> None:
-        """Drop the updates: the model is what it was before `constrain`."""
+        """Drop the updates: the model is what it was before `constrain`, its task's private part included."""
         self._require_constrained("discard()")
         self._leave()
         for protected in self._protected.values():
@@ -398,15 +426,44 @@ class NullSpace:
         if self.norm == "per_task":
             write_norms(self._found.norms, self._tasks.norms_in_use())
         self._tasks.abandon()
+        self._wear(self._tasks.private_in_use())
         self._phase = "open"
 
+    # -- tasks ------------------------------------------------------------------------------------------------------
+
     def use(self, task: str | None) -> None:
-        """Put a task's own norms in place; None: the shared weights with the first task's norms."""
+        """Put a task's own norms and private part in place; None: the shared weights with the first task's norms.
+
+        Exact however often: the weights of a task are the shared ones plus its private part, rounded once, from copies
+        that no switch touches.
+        """
         if self.constrained:
             raise NessError("use: the model is constrained; call merge() or discard() first")
-        values = self._tasks.use(task)
+        self._tasks.use(task)
+        values = self._tasks.norms_in_use()
         if values:
             write_norms(self._found.norms, values)
+        self._wear(self._tasks.private_in_use())
+
+    def _wear(self, parts: Mapping[str, PrivatePart]) -> None:
+        """Private parts into the weights, in place of those that are there."""
+        for name, protected in self._protected.items():
+            protected.wear(parts.get(name))
+
+    def export(self, task: str, path: str | Path) -> None:
+        """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
+
+        Its keys and their order are the model's own, so that a plain copy of the model loads it, without `ness`.
+        Excluded modules (heads) are written as they are now.
+        """
+        from ness.export import state_dict_of
+
+        def write() -> None:
+            state = state_dict_of(self, task)
+            if distributed.on_rank_zero():
+                storage.write_state_dict(Path(path), state)
+
+        distributed.together(write)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from ness.gram import Gram
 from ness.layers import Layer
 from ness.moments import Moments
 from ness.observe import Staged
+from ness.private import PrivateColumns, PrivatePart, columns_in_training, decompose_beside
 from ness.rules import Selection
 from ness.spectrum import Spectrum, decompose, selected_sigma, spectral_norm
 from ness.update import Form, Projector, Update, cheapest_way
@@ -25,16 +27,37 @@ class Constraint:
     rank: int
     tau: Tensor  # τ, (groups,)
     sigma: Tensor  # σ_sel, (groups,)
-    unscaled: Tensor  # B⁺ᵀ: ΔW times this is A, (groups, width, r), float64; needed where ΔW is the parameter
+    unscaled: Tensor  # B⁺ᵀ: ΔW times this is A, (groups, width, r + k), float64; needed where ΔW is the parameter
     update: Update | None  # None: rank 0, the layer is frozen
+    columns: PrivateColumns | None = None  # of the update's last k columns, where the task has private directions
 
-    def coefficients(self) -> Tensor:
-        """A (groups, o, r) in float64."""
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """A (groups, o, r) of the shared columns and B (groups, o, k) of the private ones, in float64."""
         assert self.update is not None
         with torch.no_grad():
             if self.update.projector is None:
-                return self.update.coefficients().detach().to(torch.float64)
-            return self.update.parameter.detach().to(torch.float64) @ self.unscaled.to(self.update.parameter.device)
+                both = self.update.coefficients().detach().to(torch.float64)
+            else:
+                both = self.update.parameter.detach().to(torch.float64) @ self.unscaled.to(self.update.parameter.device)
+        return both[..., : self.update.shared], both[..., self.update.shared :]
+
+    def running(self) -> Tensor:
+        """The shared [W b] with its update (groups, o, width) in float64.
+
+        Beside a private part it is W + A Bᵀ from the shared columns alone: what rounding has put anywhere else belongs
+        to neither part, and is dropped.
+        """
+        assert self.update is not None
+        if self.columns is None:
+            return self.update.running()
+        basis = self.update.basis[..., : self.update.shared].to(torch.float64)
+        return self.update.layer.stored().to(torch.float64) + self.coefficients()[0] @ basis.mT
+
+    def private_part(self, own: bool) -> PrivatePart | None:
+        """The private part as it is trained so far."""
+        if self.columns is None or self.update is None:
+            return None
+        return self.columns.part(self.coefficients()[1], self.update.basis.dtype, own)
 
 
 @dataclass
@@ -58,6 +81,9 @@ class Protected:
         self.merges = 0
         self.constraint: Constraint | None = None
         self.last = Figures()
+        self.directions: Tensor | None = None  # K (groups, width, k), float64: private directions that tasks share
+        self.part: PrivatePart | None = None  # the private part that is in the weights
+        self.shared: Tensor | None = None  # [W b] without it, in the parameter's dtype
 
     @property
     def gram(self) -> Gram:
@@ -70,16 +96,17 @@ class Protected:
         return Moments.zeros(self.layer.groups, self.layer.outputs, self.layer.width, self.anchor.device)
 
     def change(self) -> Tensor:
-        """D = W − W_a (groups, o, width) in float64, of the weights as the model runs them now."""
+        """D = W − W_a (groups, o, width) in float64, of the shared weights as they are now."""
         return self.running().to(self.anchor.device) - self.anchor.to(torch.float64)
 
     def settle(self) -> None:
         """Move the anchor to the weights as they are now, so that new rows drift from here."""
-        change = self.change()
+        now = self.shared_weights().to(self.anchor.device)
+        change = now.to(torch.float64) - self.anchor.to(torch.float64)
         for moments in (self.moments, self.pending):
             if moments is not None:
                 moments.move_anchor_(change)
-        self.anchor = self.layer.stored().to(self.anchor.device)
+        self.anchor = now
 
     def commit(self, staged: Staged) -> None:
         """Take a finished pass into the statistics."""
@@ -126,53 +153,67 @@ class Protected:
         """Σ‖x‖² of each group (groups,), the constant of a bias not counted."""
         return self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1)[:, : self.layer.fan_in].sum(dim=-1)
 
-    def spectrum(self, bias: str) -> Spectrum:
-        """Eigen-decomposition of S C S; with frozen biases of the inputs' block alone."""
+    def spectrum(self, bias: str, private: int = 0) -> Spectrum:
+        """Eigen-decomposition of S C S beside k private directions; with frozen biases of the inputs' block alone."""
         scale, width = self.scale(bias), self._free_width(bias)
         gram = (self.moments.gram.matrix * scale * scale.unsqueeze(-1))[:, :width, :width]
-        return decompose(gram, self.layer.outputs, self.layer.name)
+        if not private:
+            return decompose(gram, self.layer.outputs, self.layer.name)
+        held = gram[..., :0]
+        if self.directions is not None:
+            held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
+        return decompose_beside(gram, held, private, self.layer.outputs, self.layer.name)
 
-    def no_spectrum(self, bias: str) -> Spectrum:
+    def no_spectrum(self, bias: str, private: int = 0) -> Spectrum:
         """Room for a spectrum that rank 0 computes."""
         groups, width = self.layer.groups, self._free_width(bias)
-        room = self.moments.gram.matrix.new_zeros(groups, width, width)
-        return Spectrum(room[..., 0].clone(), room, room[:, 0, 0].clone(), self.layer.outputs)
+        room = self.moments.gram.matrix.new_zeros
+        spectrum = Spectrum(room(groups, width - private), room(groups, width, width - private), room(groups), 0)
+        if private:
+            spectrum = replace(spectrum, private=room(groups, width, private), whole=room(groups, width))
+        return replace(spectrum, outputs=self.layer.outputs)
 
     def _free_width(self, bias: str) -> int:
         return self.layer.width if bias == "constrain" else self.layer.fan_in
 
     def prepare(self, spectrum: Spectrum, selection: Selection, form: Form, bias: str) -> Constraint:
-        """The constraint of one task: B = S Q diag(s), and the cheapest update on it."""
+        """The constraint of one task: B = S [Q diag(s), K], and the cheapest update on it."""
         layer, device = self.layer, self.layer.weight.device
         alive = (self.group_energy() > 0).to(selection.weights)  # a group that saw only zeros is not free
         selection = Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
         s, q = selection.weights, spectrum.directions
         sigma = selected_sigma(spectrum, s)
-        if selection.rank == 0:
+        private = 0 if spectrum.private is None else spectrum.private.shape[-1]
+        if selection.rank + private == 0:
             return Constraint(0, selection.threshold, sigma, q[..., :0], None)
         scale = self.scale(bias)
-        basis = self._columns(q * s.unsqueeze(-2), s > 0) * scale.unsqueeze(-1)
+        k = self._padded(q[..., :0] if spectrum.private is None else spectrum.private)
+        basis = torch.cat([self._columns(q * s.unsqueeze(-2), s > 0), k], dim=-1) * scale.unsqueeze(-1)
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         rows = self.moments.gram.count / max(1, self.moments.calls)
         way = cheapest_way(form, layer, rows, basis.shape[-1])
         projector, unscaled = None, q[..., :0]
         if form == "sgd":
-            inverse = self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0)
+            inverse = torch.cat([self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0), k], dim=-1)
             unscaled = inverse / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
             outside = (1 - s.square()).clamp(min=0).sqrt()
             complement = self._columns(q * outside.unsqueeze(-2), s < 1) * scale.unsqueeze(-1)
             projector = Projector.of(*(t.to(device, dtype) for t in (basis, complement, scale)))
-        update = Update(layer, way, basis.to(device, dtype), projector)
-        return Constraint(selection.rank, selection.threshold, sigma, unscaled, update)
+        update = Update(layer, way, basis.to(device, dtype), projector, private)
+        columns = columns_in_training(k, scale, self.directions) if private else None
+        return Constraint(selection.rank, selection.threshold, sigma, unscaled, update, columns)
 
     def _columns(self, directions: Tensor, chosen: Tensor) -> Tensor:
-        """The chosen columns of each group, padded with zeros to a common number; a frozen bias gets a row of 0."""
+        """The chosen columns of each group, padded with zeros to a common number."""
         most = int(chosen.sum(dim=-1).max()) if chosen.numel() else 0
         order = (~chosen).to(torch.int8).argsort(dim=-1, stable=True)[:, :most]
         index = order.unsqueeze(-2).expand(-1, directions.shape[-2], -1)
         columns = directions.gather(-1, index) * chosen.gather(-1, order).unsqueeze(-2)
-        missing = self.layer.width - columns.shape[-2]
-        return torch.nn.functional.pad(columns, (0, 0, 0, missing))
+        return self._padded(columns)
+
+    def _padded(self, columns: Tensor) -> Tensor:
+        """Columns (groups, width, n): a frozen bias gets a row of 0."""
+        return torch.nn.functional.pad(columns, (0, 0, 0, self.layer.width - columns.shape[-2]))
 
     def limit_drift(self, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
         """Keep the layer's whole RMS drift, earlier tasks' included, under a fraction of its outputs' RMS."""
@@ -188,11 +229,22 @@ class Protected:
     # -- certifying -------------------------------------------------------------------------------------------------
 
     def running(self) -> Tensor:
-        """[W b] (groups, o, width) in float64 as the model runs it now."""
+        """The shared [W b] (groups, o, width) in float64 as the model runs it now, its task's private part taken off.
+
+        Whoever changes a weight past the guard changes the shared weights: all that is there beyond the part counts.
+        """
         constraint = self.constraint
-        if constraint is None or constraint.update is None:
-            return self.layer.stored().to(torch.float64)
-        return constraint.update.running()
+        if constraint is not None and constraint.update is not None:
+            return constraint.running()
+        stored = self.layer.stored().to(torch.float64)
+        if self.part is None or self.shared is None:
+            return stored
+        expected = self.with_private(self.shared, self.part).to(torch.float64)
+        return self.shared.to(stored) + (stored - expected)
+
+    def shared_weights(self) -> Tensor:
+        """The same as the model would store it: rounded once to the parameter's dtype."""
+        return self.running().to(self.layer.weight.dtype)
 
     def drift(self) -> Tensor:
         """Σ‖ΔW x‖² over every row ever observed, of each group (groups,)."""
@@ -206,7 +258,7 @@ class Protected:
         tau = float(constraint.tau.square().sum().sqrt())
         if constraint.update is None:
             return Figures(0, tau, 0.0), torch.zeros(2, self.layer.groups, dtype=torch.float64)
-        a = constraint.coefficients()
+        a, _ = constraint.coefficients()
         norms = torch.stack([spectral_norm(a), a.square().sum(dim=(-2, -1)).sqrt()]).cpu()
         figures = Figures(constraint.rank, tau, float(norms[0].square().sum().sqrt()))
         return figures, norms * constraint.sigma.cpu()
@@ -243,18 +295,42 @@ class Protected:
         return (self.merges + 1) * epsilon * (weight + change) * rows
 
     @torch.no_grad()
-    def write(self, matrix: Tensor) -> None:
-        """Store [W b] (groups, o, width) into the layer's parameters, rounded once."""
+    def write(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> None:
+        """Store [W b] (groups, o, width), rounded once, in the layer's parameters or in copies of weight and bias."""
         layer = self.layer
-        weight = layer.weight.data if layer.weight_part is None else layer.weight.data[layer.weight_part]
+        targets = [p.data for p in (layer.weight, layer.bias) if p is not None] if into is None else into
+        weight = targets[0] if layer.weight_part is None else targets[0][layer.weight_part]
         weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
         if layer.bias is not None:
-            bias = layer.bias.data if layer.bias_part is None else layer.bias.data[layer.bias_part]
+            bias = targets[1] if layer.bias_part is None else targets[1][layer.bias_part]
             bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
 
-    def finish(self) -> None:
-        """Book the current update as merged: its bounds add to those before."""
+    # -- private parts ----------------------------------------------------------------------------------------------
+
+    def with_private(self, matrix: Tensor, part: PrivatePart | None) -> Tensor:
+        """fl(W + B Kᵀ) in the parameter's dtype, computed the same way every time."""
+        weight = self.layer.weight
+        if part is None:
+            return matrix.to(weight.device, weight.dtype)
+        wide = matrix.to(weight.device, torch.float64)
+        return (wide + part.delta(self.directions, weight.device)).to(weight.dtype)
+
+    def wear(self, part: PrivatePart | None) -> None:
+        """Put a private part into the weights in place of the one that is there; None: the shared weights."""
+        if self.part is not None:
+            self.write(self.shared_weights())
+        self.part, self.shared = part, None
+        if part is not None:
+            self.shared = self.layer.stored()
+            self.write(self.with_private(self.shared, part))
+
+    def finish(self, keep_directions: bool) -> None:
+        """Book the current update as merged: its bounds add to those before; directions that tasks share are held."""
         self.last, bounds = self.current()
         self.spent += bounds
         self.merges += 1
+        columns = None if self.constraint is None else self.constraint.columns
+        if keep_directions and columns is not None:
+            held = 0 if self.directions is None else self.directions.shape[-1]
+            self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None

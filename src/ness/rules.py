@@ -88,7 +88,7 @@ class Nuclear(Rule):
         """τ = eps · ‖X‖_*."""
         chosen = {}
         for layer, spectrum in spectra.items():
-            threshold = self.eps * spectrum.sigma.sum(dim=-1)
+            threshold = self.eps * spectrum.every_sigma.sum(dim=-1)
             chosen[layer] = Selection(_at_most(spectrum.sigma, threshold), threshold)
         return chosen
 
@@ -107,7 +107,7 @@ class Frobenius(Rule):
         """τ = eps · √(tr C)."""
         chosen = {}
         for layer, spectrum in spectra.items():
-            threshold = self.eps * spectrum.sigma.square().sum(dim=-1).sqrt()
+            threshold = self.eps * spectrum.every_sigma.square().sum(dim=-1).sqrt()
             chosen[layer] = Selection(_at_most(spectrum.sigma, threshold), threshold)
         return chosen
 
@@ -127,8 +127,9 @@ class Energy(Rule):
         chosen = {}
         for layer, spectrum in spectra.items():
             energy = spectrum.sigma.square()
-            total = energy.sum(dim=-1, keepdim=True)
-            stronger = (energy.flip(-1).cumsum(-1) - energy.flip(-1)).flip(-1)  # energy above each direction
+            total = spectrum.every_sigma.square().sum(dim=-1, keepdim=True)
+            private = (total - energy.sum(dim=-1, keepdim=True)).clamp(min=0)  # no shared update reaches it: protected
+            stronger = (energy.flip(-1).cumsum(-1) - energy.flip(-1)).flip(-1) + private  # energy above each direction
             free = stronger >= self.keep * total * (1 - TIE_SLACK)
             chosen[layer] = _hard(spectrum.sigma, free.to(energy.dtype))
         return chosen
@@ -172,7 +173,7 @@ class Budget(Rule):
         """One threshold on the relative σ for all layers together."""
         relative, cost = [], []
         for spectrum in spectra.values():
-            norm = spectrum.sigma.square().sum(dim=-1, keepdim=True).sqrt()
+            norm = spectrum.every_sigma.square().sum(dim=-1, keepdim=True).sqrt()
             relative.append((spectrum.sigma / norm.clamp(min=torch.finfo(norm.dtype).tiny)).flatten().cpu())
             cost.append(torch.full_like(relative[-1], spectrum.outputs))
         order = torch.cat(relative).argsort(stable=True)

@@ -18,17 +18,26 @@ class Spectrum:
     """Singular values and directions of a layer's inputs X, ascending, one set a group.
 
     `noise` is the size below which float64 cannot tell a singular value from 0; such values are stored as exactly 0,
-    and a bound never claims to know better than it.
+    and a bound never claims to know better than it. Where a task has k private directions K, `sigma` and `directions`
+    are of the other d − k; a rule's norms are still those of all of X: it reads them from `every_sigma`.
     """
 
-    sigma: Tensor  # σ, (groups, d) ascending, float64
-    directions: Tensor  # Q, (groups, d, d), columns belong to sigma
+    sigma: Tensor  # σ, (groups, d − k) ascending, float64
+    directions: Tensor  # Q, (groups, d, d − k), columns belong to sigma
     noise: Tensor  # (groups,)
     outputs: int  # output units a group: parameters that one direction costs
+    private: Tensor | None = None  # K, (groups, d, k), orthonormal and orthogonal to Q
+    whole: Tensor | None = None  # σ of all of X, (groups, d) ascending, where it is not `sigma`
 
-    def to(self, device: torch.device | str) -> Spectrum:
-        """The same on another device."""
-        return Spectrum(self.sigma.to(device), self.directions.to(device), self.noise.to(device), self.outputs)
+    @property
+    def every_sigma(self) -> Tensor:
+        """σ of all of X, those of private directions included, (groups, d)."""
+        return self.sigma if self.whole is None else self.whole
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors of it, in a fixed order."""
+        every = (self.sigma, self.directions, self.noise, self.private, self.whole)
+        return [tensor for tensor in every if tensor is not None]
 
 
 def decompose(gram: Tensor, outputs: int = 1, name: str = "layer") -> Spectrum:
@@ -44,10 +53,19 @@ def decompose(gram: Tensor, outputs: int = 1, name: str = "layer") -> Spectrum:
     if not bool(torch.isfinite(gram).all()):
         raise NessError(f"layer {name!r}: its Gram holds NaN or Inf; observe finite inputs and start again")
     eigenvalues, directions = symmetric_eigen(gram, name)
-    largest = eigenvalues[..., -1:].clamp(min=0)
-    floor = largest * (gram.shape[-1] * FLOAT64_EPSILON)  # rounding of a float64 Gram and its decomposition
-    eigenvalues = torch.where(eigenvalues <= floor, torch.zeros_like(eigenvalues), eigenvalues)
-    return Spectrum(eigenvalues.sqrt(), directions, floor.squeeze(-1).sqrt(), outputs)
+    floor = noise_floor(eigenvalues)
+    return Spectrum(above(eigenvalues, floor).sqrt(), directions, floor.sqrt(), outputs)
+
+
+def noise_floor(eigenvalues: Tensor) -> Tensor:
+    """The size (groups,) below which λ (groups, d) is rounding of a float64 Gram and of its decomposition."""
+    floor: Tensor = eigenvalues[..., -1].clamp(min=0) * (eigenvalues.shape[-1] * FLOAT64_EPSILON)
+    return floor
+
+
+def above(eigenvalues: Tensor, floor: Tensor) -> Tensor:
+    """λ, exactly 0 where it is not above the floor (groups,)."""
+    return torch.where(eigenvalues <= floor.unsqueeze(-1), torch.zeros_like(eigenvalues), eigenvalues)
 
 
 def symmetric_eigen(gram: Tensor, name: str = "layer") -> tuple[Tensor, Tensor]:
@@ -63,6 +81,15 @@ def symmetric_eigen(gram: Tensor, name: str = "layer") -> tuple[Tensor, Tensor]:
         f"layer {name!r}: no eigen-solver converged on its Gram {tuple(gram.shape)}; "
         "exclude the layer, or observe inputs of a more even scale"
     )
+
+
+def symmetric_eigenvalues(gram: Tensor, name: str = "layer") -> Tensor:
+    """Ascending eigenvalues alone, for less work than `symmetric_eigen`."""
+    try:
+        eigenvalues: Tensor = torch.linalg.eigvalsh(gram)
+    except RuntimeError:
+        eigenvalues, _ = symmetric_eigen(gram, name)
+    return eigenvalues
 
 
 def _eigh(gram: Tensor) -> tuple[Tensor, Tensor]:
@@ -110,9 +137,5 @@ def spectral_norm(matrix: Tensor) -> Tensor:
     small = wide @ wide.mT if wide.shape[-2] <= wide.shape[-1] else wide.mT @ wide
     if not bool(torch.isfinite(small).all()):
         return torch.full((wide.shape[0],), torch.nan, dtype=torch.float64, device=wide.device)
-    try:
-        eigenvalues: Tensor = torch.linalg.eigvalsh(small)
-    except RuntimeError:
-        eigenvalues, _ = symmetric_eigen(small)
-    largest: Tensor = eigenvalues[..., -1].clamp(min=0)
+    largest: Tensor = symmetric_eigenvalues(small)[..., -1].clamp(min=0)
     return largest.sqrt()

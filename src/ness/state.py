@@ -13,6 +13,7 @@ from ness.errors import NessError
 from ness.gram import Gram
 from ness.moments import Moments
 from ness.norms import NormValues, read_norms, write_norms
+from ness.private import PrivateColumns, PrivatePart
 from ness.protected import Constraint, Figures, Protected
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.storage import fingerprint
@@ -29,8 +30,12 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
     tensors: Tensors = {}
     layers = {name: _pack_layer(protected, tensors) for name, protected in guard._protected.items()}
     tasks = guard._tasks
-    for number, (_, norms) in enumerate(tasks.norms.items()):
+    for number, (task, norms) in enumerate(tasks.norms.items()):
         tensors |= {f"norms/{number}/{key}": value for key, value in norms.items()}
+        for layer, part in tasks.private.get(task, {}).items():
+            tensors[f"private/{number}/{layer}/coefficients"] = part.coefficients
+            if part.directions is not None:
+                tensors[f"private/{number}/{layer}/directions"] = part.directions
     if guard.constrained and guard.norm == "per_task":
         tensors |= {f"norms/live/{key}": value for key, value in read_norms(guard._found.norms).items()}
     manifest = {
@@ -39,6 +44,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "exclude": list(guard.exclude),
         "bias": guard.bias,
         "norm": guard.norm,
+        "private_basis": guard.private_basis,
         "statistics_dtype": str(guard.statistics_dtype),
         "phase": guard._phase,
         "form": guard._form,
@@ -50,6 +56,9 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
             "current": tasks.current,
             "started": tasks.started,
             "unnamed": tasks.unnamed,
+            "private": {
+                task: {layer: part.width for layer, part in own.items()} for task, own in tasks.private.items()
+            },
         },
     }
     return tensors, manifest
@@ -70,12 +79,19 @@ def _pack_layer(protected: Protected, tensors: Tensors) -> dict[str, Any]:
         "merges": protected.merges,
         "last": asdict(protected.last),
     }
+    if protected.directions is not None:
+        entry["directions"] = protected.directions.shape[-1]
+        tensors[f"{at}/directions"] = protected.directions
+    if protected.shared is not None:
+        tensors[f"{at}/shared"] = protected.shared
     constraint = protected.constraint
     if constraint is not None:
         entry["constraint"] = {"rank": constraint.rank}
         tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
         if constraint.update is not None:
             entry["constraint"] |= _pack_update(constraint.update, at, tensors)
+        if constraint.columns is not None:
+            tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
     return entry
 
 
@@ -101,7 +117,8 @@ def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
             tensors[f"{at}/projector"] = update.projector.matrix
     if update.sizes is not None and update.limit is not None:
         tensors |= {f"{at}/sizes": update.sizes, f"{at}/limit": update.limit}
-    return {"way": update.way, "projector": None if update.projector is None else update.projector.how}
+    projector = None if update.projector is None else update.projector.how
+    return {"way": update.way, "projector": projector, "private": update.private}
 
 
 def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> NullSpace:
@@ -116,6 +133,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
             exclude=manifest["exclude"],
             bias=manifest["bias"],
             norm=manifest["norm"],
+            private_basis=manifest.get("private_basis", "shared"),  # schema 1 knew no private parts
             statistics_dtype={"torch.float64": torch.float64, "torch.float32": torch.float32}[
                 manifest["statistics_dtype"]
             ],
@@ -136,18 +154,32 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
         task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
         norms = {name: _norms(tensors, f"norms/{number}/") for number, name in enumerate(task_names)}
+        private = {
+            name: {
+                layer: _private_part(protected[layer], tensors, f"private/{task_names.index(name)}/{layer}", int(k))
+                for layer, k in widths.items()
+            }
+            for name, widths in tasks.get("private", {}).items()
+        }
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
+    in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
+    for name in in_place:
+        if protected[name].shared is None:
+            raise NessError(f"the saved guard is damaged: no shared weights of layer {name!r}; save it again")
     expected = set(read_norms(guard._found.norms))
     for name, values in norms.items():
         if values and set(values) != expected:
             raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
     guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
     guard._form, guard._idle = form, idle
+    guard._tasks.private = private
     guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
     guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
     guard._phase = phase
+    for name, part in in_place.items():
+        protected[name].part = part  # the model was saved with it in its weights
     if phase == "constrained":
         live = _norms(tensors, "norms/live/")
         if live:
@@ -179,6 +211,11 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
     protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
     protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
+    if "directions" in entry:
+        shape = (layer.groups, layer.width, int(entry["directions"]))
+        protected.directions = _tensor(tensors, f"{at}/directions", shape).to(device, copy=True)
+    if f"{at}/shared" in tensors:
+        protected.shared = _tensor(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
     return protected
@@ -203,6 +240,19 @@ def _moments(protected: Protected, tensors: Mapping[str, Tensor], at: str, count
     )
 
 
+def _private_part(protected: Protected, tensors: Mapping[str, Tensor], at: str, width: int) -> PrivatePart:
+    layer, device = protected.layer, protected.anchor.device
+    coefficients = _tensor(tensors, f"{at}/coefficients", (layer.groups, layer.outputs, width))
+    coefficients = coefficients.to(layer.weight.device, copy=True)
+    if f"{at}/directions" in tensors:
+        own = _tensor(tensors, f"{at}/directions", (layer.groups, layer.width, width))
+        return PrivatePart(coefficients, own.to(device, copy=True))
+    held = 0 if protected.directions is None else protected.directions.shape[-1]
+    if width > held:
+        raise NessError(f"the saved guard is damaged: {at} needs {width} directions, found {held}; save it again")
+    return PrivatePart(coefficients)
+
+
 def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:
     layer, device = protected.layer, protected.anchor.device
     groups = (layer.groups,)
@@ -215,9 +265,14 @@ def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, en
     if entry["projector"] is not None:
         matrix = basis if entry["projector"] == "basis" else tensors[f"{at}/projector"].to(here)
         projector = Projector(entry["projector"], matrix, tensors[f"{at}/scale"].to(here))
-    update = Update(layer, entry["way"], basis, projector)
+    private = int(entry.get("private", 0))
+    update = Update(layer, entry["way"], basis, projector, private)
     saved = _tensor(tensors, f"{at}/parameter", update.parameter.shape)
     update.parameter.data.copy_(saved)
     if f"{at}/limit" in tensors:
         update.sizes, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
-    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update)
+    columns = None
+    if private:
+        directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
+        columns = PrivateColumns(directions, _tensor(tensors, f"{at}/mixing", (*groups, private, private)).to(device))
+    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, columns)

@@ -19,7 +19,7 @@ from ness._version import __version__
 from ness.errors import NessError
 
 FORMAT = "ness-guard"
-SCHEMA = 1
+SCHEMA = 2  # 1: without private parts
 MANIFEST = "manifest.json"
 
 
@@ -46,6 +46,24 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     content = to_bytes({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, dict(metadata or {}))
     write_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
+
+
+def write_state_dict(path: Path, state: Mapping[str, Tensor]) -> None:
+    """Write a state dict as safetensors in its own order, tied tensors once for each of their names.
+
+    safetensors sorts what it writes; here the tensors are laid out anew, so that a reader meets the model's order.
+    """
+    content = to_bytes({key: value.detach().to("cpu", copy=True).contiguous() for key, value in state.items()})
+    start = 8 + int.from_bytes(content[:8], "little")
+    header, body, parts, end = json.loads(content[8:start]), content[start:], [], 0
+    for key in state:
+        first, last = header[key]["data_offsets"]
+        parts.append(body[first:last])
+        header[key]["data_offsets"] = [end, end + last - first]
+        end += last - first
+    text = json.dumps({key: header[key] for key in state}).encode()
+    text += b" " * (-len(text) % 8)
+    write_bytes(path, b"".join([len(text).to_bytes(8, "little"), text, *parts]))
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

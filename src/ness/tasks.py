@@ -1,9 +1,12 @@
-"""The tasks a guard knows: their names, which one is in use, and the norms each keeps for itself."""
+"""The tasks a guard knows: their names, which one is in use, and what each keeps for itself: norms, private parts."""
 
 from __future__ import annotations
 
 from ness.errors import NessError
 from ness.norms import NormValues
+from ness.private import PrivatePart
+
+PrivateParts = dict[str, PrivatePart]  # layer -> what a task adds to it
 
 FIRST = "first"
 
@@ -19,6 +22,7 @@ class Tasks:
 
     def __init__(self) -> None:
         self.norms: dict[str, NormValues] = {FIRST: {}}
+        self.private: dict[str, PrivateParts] = {}  # of the tasks that have any
         self.in_use = FIRST
         self.current: str | None = None  # the task being trained
         self.started = False  # whether any task has begun
@@ -57,12 +61,16 @@ class Tasks:
         if not self.norms[self.in_use]:
             self.norms[self.in_use] = norms
 
-    def finish(self, norms: NormValues) -> None:
+    def finish(self, norms: NormValues, private: PrivateParts | None = None) -> None:
         """The current task is learnt and in use."""
         self.unnamed = self.current is None
         if self.current is not None:
             self.norms[self.current] = norms
+            if private:
+                self.private[self.current] = private
             self.in_use = self.current
+        elif self.in_use in self.private:  # it was learnt on the shared weights, which are in place now
+            self.in_use = self.names[0]
         self.current = None
 
     def abandon(self) -> None:
@@ -73,10 +81,26 @@ class Tasks:
         """The norms of the task in use."""
         return self.norms[self.in_use]
 
-    def use(self, task: str | None) -> NormValues:
-        """Choose a task; returns its norms, empty where tasks keep none."""
+    def private_in_use(self) -> PrivateParts:
+        """The private parts of the task in use, by layer."""
+        return self.private.get(self.in_use, {})
+
+    def check_known(self, task: str, what: str) -> None:
+        """Refuse a name that no finished task has."""
+        if task not in self.norms:
+            raise NessError(f"{what}({task!r}): no such task; tasks: {', '.join(self.names)}")
+
+    def use(self, task: str | None) -> None:
+        """Choose a task; None: the first."""
         name = self.names[0] if task is None else task
-        if name not in self.norms:
-            raise NessError(f"use({task!r}): no such task; tasks: {', '.join(self.names)}")
+        self.check_known(name, "use")
         self.in_use = name
-        return self.norms[name]
+
+    def kept(self) -> dict[str, int]:
+        """Numbers that each later task keeps for itself, those that keep none left out."""
+        counts = {
+            name: sum(value.numel() for value in self.norms[name].values())
+            + sum(part.numbers for part in self.private.get(name, {}).values())
+            for name in self.names[1:]
+        }
+        return {name: count for name, count in counts.items() if count}

@@ -1,7 +1,8 @@
 """The trainable update ΔW of one layer, in its cheapest exact form.
 
 Definition: ΔW = A Bᵀ with a trained A (groups, o, r) and a fixed B = Q diag(s) (groups, d, r) that earlier inputs
-hardly reach. Four ways to run it, all the same function, chosen by counted FLOPs:
+hardly reach, followed by the k private directions of the task where it has any. Four ways to run it, all the same
+function, chosen by counted FLOPs:
 
 - `factored`: y += (x B) Aᵀ; best while the rows of a batch are few.
 - `weight`:   y = x (W + A Bᵀ)ᵀ; best for convolutions, whose rows are many.
@@ -114,27 +115,37 @@ class Update:
     It holds no reference to the guard, so a copy of the model carries a copy of it.
     """
 
-    def __init__(self, layer: Layer, way: Way, basis: Tensor, projector: Projector | None = None) -> None:
+    def __init__(
+        self, layer: Layer, way: Way, basis: Tensor, projector: Projector | None = None, private: int = 0
+    ) -> None:
         columns = basis.shape[-1] if projector is None else layer.width
         self.layer, self.way = layer, way
-        self.basis = basis  # B = Q diag(s), (groups, width, r)
+        self.basis = basis  # B = [Q diag(s), K], (groups, width, r + k)
+        self.private = private  # k, the last columns: the task's own
         self.projector = projector
         self.parameter = nn.Parameter(basis.new_zeros(layer.groups, layer.outputs, columns))
         self.sizes: Tensor | None = None  # σ_i s_i, (groups, r): what a unit of A's column i moves all rows by
         self.limit: Tensor | None = None  # largest allowed ‖X ΔWᵀ‖_F, ()
 
+    @property
+    def shared(self) -> int:
+        """r, the columns that all tasks will share."""
+        return self.basis.shape[-1] - self.private
+
     def limit_drift(self, sizes: Tensor, limit: float) -> None:
-        """Keep ‖X ΔWᵀ‖_F ≤ limit in every forward from now on."""
+        """Keep ‖X ΔWᵀ‖_F ≤ limit in every forward from now on; private columns move no old row and are left alone."""
         self.sizes = sizes.to(self.basis)
         self.limit = self.basis.new_tensor(limit * DRIFT_MARGIN)
 
     def coefficients(self) -> Tensor:
-        """A as it acts, (groups, o, r): shrunk onto the drift limit where there is one."""
+        """A as it acts, (groups, o, r + k): its shared columns shrunk onto the drift limit where there is one."""
         if self.sizes is None or self.limit is None:
             return self.parameter
-        drift = torch.linalg.vector_norm(self.parameter * self.sizes.unsqueeze(1))  # ‖X ΔWᵀ‖_F = ‖A diag(σ s)‖_F
+        shared, private = self.parameter[..., : self.shared], self.parameter[..., self.shared :]
+        drift = torch.linalg.vector_norm(shared * self.sizes.unsqueeze(1))  # ‖X ΔWᵀ‖_F = ‖A diag(σ s)‖_F
         floor = self.limit.clamp(min=torch.finfo(drift.dtype).tiny)
-        return self.parameter * (self.limit / torch.maximum(drift, floor))  # exactly 1 below the limit
+        shrunk = shared * (self.limit / torch.maximum(drift, floor))  # exactly 1 below the limit
+        return torch.cat([shrunk, private], dim=-1) if self.private else shrunk
 
     def delta(self) -> Tensor:
         """[ΔW Δb] (groups, o, width), differentiable, in the update's own dtype whatever autocast says."""
