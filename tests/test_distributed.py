@@ -108,6 +108,34 @@ def test_grams_bases_and_trained_updates_agree() -> None:
     assert first["files"] == [".json", ".safetensors"]
 
 
+def _private_parts(rank: int, folder: Path) -> dict[str, Any]:
+    model = _model()
+    guard = ness.NullSpace(model, rule=ness.Rank(3), exclude=["head"])
+    guard.observe(_data(rank))
+    for task, private in (("a", 2), ("b", 4)):
+        guard.constrain(task=task, private=private)
+        torch.manual_seed(1)  # the same "training" on each rank
+        for p in guard.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+        guard.merge()
+        guard.observe(_data(rank) * 3, task=task)
+    guard.export("a", folder / "a.safetensors")
+    states = {}
+    for name in ("a", "b", None):
+        guard.use(name)
+        states[str(name)] = {key: value.clone() for key, value in model.state_dict().items()}
+    return {"states": states, "rows": guard.certificate().to_dicts(), "kept": guard.certificate().kept}
+
+
+def test_private_parts_agree() -> None:
+    first, second = on_two_ranks(_private_parts)
+    assert first["rows"] == second["rows"]
+    assert first["kept"] == second["kept"] == {"a": 2 * 32, "b": 4 * 32}
+    for task, state in first["states"].items():
+        assert all(torch.equal(value, second["states"][task][key]) for key, value in state.items()), task
+    assert not torch.equal(first["states"]["a"]["trunk.0.weight"], first["states"]["None"]["trunk.0.weight"])
+
+
 def _over_two_tasks(rank: int, _: Path) -> list[float]:
     model = _model()
     guard = ness.NullSpace(model, rule=ness.Rank(9), exclude=["head"])

@@ -187,6 +187,19 @@ def test_a_damaged_folder_is_refused_and_nothing_changes(case: str, tmp_path: Pa
     assert all(p.requires_grad for p in model.parameters())
 
 
+def test_a_folder_from_before_private_parts_still_loads(tmp_path: Path) -> None:
+    model, guard = saved(tmp_path)
+    path = tmp_path / MANIFEST
+    manifest = json.loads(path.read_text()) | {"schema": 1}
+    del manifest["private_basis"], manifest["tasks"]["private"]
+    path.write_text(json.dumps(manifest))
+    again = ness.NullSpace.load(tmp_path, model)
+    assert again.private_basis == "shared"
+    assert again.certificate().to_dicts() == guard.certificate().to_dicts()
+    again.constrain(task="b", private=2)
+    again.merge()
+
+
 def test_another_model_is_refused(tmp_path: Path) -> None:
     model, _ = saved(tmp_path)
     for other, message in (
