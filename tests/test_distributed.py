@@ -168,6 +168,44 @@ def test_drift_over_two_tasks_is_that_of_one_process() -> None:
     assert min(first) > 0
 
 
+def _within_a_budget(rank: int, _: Path) -> dict[str, Any]:
+    model = _model()
+    guard = ness.NullSpace(model, rule=ness.Within(0.05), exclude=["head"])
+    grams = []
+    for task in range(3):
+        if task < 2 or rank == 0:  # the third task is seen by rank 0 alone
+            guard.observe(_data(rank + 2 * task))
+        guard.constrain()
+        relative = guard._protected["trunk.0"].relative
+        assert relative is not None
+        grams.append(relative.gram.clone())
+        torch.manual_seed(task)
+        for p in guard.parameters():
+            torch.nn.init.normal_(p, std=0.1)
+        guard.merge()
+    return {
+        "first": grams[0],
+        "gram": grams[-1],
+        "rows": guard.certificate().to_dicts(),
+        "weights": {key: value.clone() for key, value in model.state_dict().items()},
+    }
+
+
+def test_a_budget_for_each_task_counts_the_rows_of_all_ranks() -> None:
+    first, second = on_two_ranks(_within_a_budget)
+    assert first["rows"] == second["rows"]
+    assert torch.equal(first["gram"], second["gram"])
+    for key, value in first["weights"].items():
+        assert torch.equal(value, second["weights"][key]), key
+    assert all(0 < row["task_drift"] <= 0.05 for row in first["rows"])
+    single = ness.NullSpace(_model(), rule=ness.Within(0.05), exclude=["head"])
+    single.observe([_data(0), _data(1)])
+    single.constrain()
+    one = single._protected["trunk.0"].relative
+    assert one is not None
+    assert torch.allclose(first["first"], one.gram, rtol=1e-9, atol=1e-12)
+
+
 def _one_rank_is_constrained_already(rank: int, _: Path) -> None:
     guard = ness.NullSpace(_model(), exclude=["head"])
     guard.observe(_data(rank))

@@ -24,6 +24,7 @@ RULES = [
     ness.Budget(300),
     ness.Soft(ness.Nuclear(0.02)),
     ness.Soft(ness.Energy(0.9)),
+    ness.Within(0.1),
 ]
 
 

@@ -131,6 +131,10 @@ def test_groups_choose_for_themselves() -> None:
         lambda: ness.Budget(-5),
         lambda: ness.Soft(1e-3),  # type: ignore[arg-type]
         lambda: ness.Soft(ness.Soft(ness.Nuclear(1e-3))),
+        lambda: ness.Soft(ness.Within(0.1)),
+        lambda: ness.Within(-0.1),
+        lambda: ness.Within(0.1, strength=0),
+        lambda: ness.Within(0.1).select({"x": spectrum_of(1, 2)}),  # no books
     ],
 )
 def test_out_of_range_is_refused(build: object) -> None:
@@ -140,7 +144,15 @@ def test_out_of_range_is_refused(build: object) -> None:
 
 @pytest.mark.parametrize(
     "rule",
-    [ness.Nuclear(2e-3), ness.Frobenius(0.1), ness.Energy(0.9), ness.Rank(3), ness.Budget(9), ness.Soft(ness.Rank(2))],
+    [
+        ness.Nuclear(2e-3),
+        ness.Frobenius(0.1),
+        ness.Energy(0.9),
+        ness.Rank(3),
+        ness.Budget(9),
+        ness.Soft(ness.Rank(2)),
+        ness.Within(0.2, 0.5),
+    ],
     ids=str,
 )
 def test_rules_survive_json(rule: ness.Rule) -> None:

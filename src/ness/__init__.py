@@ -10,7 +10,7 @@ from ness.compare import Comparison
 from ness.errors import NessError, NessWarning
 from ness.gram import Gram
 from ness.nullspace import NullSpace
-from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft
+from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft, Within
 
 __all__ = [
     # the guard, and what it gives back
@@ -27,6 +27,7 @@ __all__ = [
     "Rank",
     "Budget",
     "Soft",
+    "Within",
     # what can go wrong
     "NessError",
     "NessWarning",

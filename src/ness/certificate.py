@@ -13,7 +13,8 @@ class CertificateRow:
 
     `bound` holds for the worst single row ever observed, and grows with the number of rows, since σ does; `rms_bound`
     and `rms_drift` are root-mean-squares over all rows. Bounds add up over merged tasks. All of them are of the shared
-    weights: a task's private part moves no other task.
+    weights: a task's private part moves no other task. `task_drift` is there where the rule keeps each task's own
+    drift: no task's outputs have moved by more than this fraction of their size.
     """
 
     name: str
@@ -25,6 +26,8 @@ class CertificateRow:
     rms_bound: float  # Σ over tasks of σ_sel ‖A‖_F / √n
     rms_drift: float  # √(Σ‖ΔW x‖² / n), exact
     relative_drift: float  # rms_drift over the RMS of the layer's own output when observed
+    task_drift: float | None = None  # T = √(Σ_j rel_j²) ≥ every task's own relative RMS drift, exact
+    shrunk: float = 1.0  # the share of the last merged update that the rule's limit left
     rounding: float = field(repr=False, default=0.0)  # RMS drift that rounding the weights alone can cause
 
     @property
@@ -56,7 +59,14 @@ class Certificate:
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dictionaries, for JSON or a data frame."""
-        return [{key: value for key, value in asdict(row).items() if key != "rounding"} for row in self.rows]
+        heads = self._heads()
+        return [{head: value for head, value in asdict(row).items() if head in heads} for row in self.rows]
+
+    def _heads(self) -> list[str]:
+        """The figures there are to show; those of relative rules where the rule is one."""
+        relative = any(row.task_drift is not None for row in self.rows)
+        hidden = {"rounding"} if relative else {"rounding", "task_drift", "shrunk"}
+        return [f.name for f in fields(CertificateRow) if f.name not in hidden]
 
     def __iter__(self) -> Iterator[CertificateRow]:
         return iter(self.rows)
@@ -71,7 +81,7 @@ class Certificate:
         raise KeyError(f"no row {name!r}; rows: {', '.join(row.name for row in self.rows)}")
 
     def __str__(self) -> str:
-        heads = [f.name for f in fields(CertificateRow) if f.name != "rounding"]
+        heads = self._heads()
         body = [[_cell(getattr(row, head)) for head in heads] for row in self.rows]
         lines = [*_aligned([[head.replace("_", " ") for head in heads], *body]), ""]
         broken = [row.name for row in self.rows if not row.holds]
@@ -96,7 +106,9 @@ class Certificate:
         return "\n".join(lines)
 
 
-def _cell(value: str | int | float) -> str:
+def _cell(value: str | int | float | None) -> str:
+    if value is None:
+        return "-"
     if isinstance(value, str):
         return value or "(model)"
     return str(value) if isinstance(value, int) else f"{value:.3g}"

@@ -39,14 +39,26 @@ class Moments:
             torch.zeros((), dtype=torch.float64, device=device),
         )
 
-    def add_(self, other: Moments) -> None:
-        """Add the moments of other rows, taken against the same anchor."""
-        self.gram.matrix += other.gram.matrix
+    def no_rows(self) -> Moments:
+        """The moments of no rows, for the same layer."""
+        groups, outputs, width = self.cross.shape
+        return Moments.zeros(groups, outputs, width, self.cross.device)
+
+    def add_(self, other: Moments, weight: float = 1.0) -> None:
+        """Add the moments of other rows, taken against the same anchor, each row `weight` times."""
+        self.gram.matrix.add_(other.gram.matrix, alpha=weight)
         self.gram.count += other.gram.count
-        self.cross += other.cross
-        self.square += other.square
-        self.energy += other.energy
+        self.cross.add_(other.cross, alpha=weight)
+        self.square.add_(other.square, alpha=weight)
+        self.energy.add_(other.energy, alpha=weight)
         self.calls += other.calls
+
+    def add_rows_(self, gram: Gram, energy: Tensor, calls: int) -> None:
+        """Add rows seen under the anchor itself: they enter S₀ and the energy alone."""
+        self.gram.matrix += gram.matrix
+        self.gram.count += gram.count
+        self.energy += energy
+        self.calls += calls
 
     def drift(self, change: Tensor) -> Tensor:
         """Σ‖(W − W_t) x‖² of each group (groups,) for D = W − W_a (groups, o, d) in float64."""

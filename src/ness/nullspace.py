@@ -194,7 +194,7 @@ class NullSpace:
     def _protect(self, names: Iterable[str]) -> None:
         """Open the books of layers that are seen for the first time, in the model's order on every rank."""
         new = {
-            name: Protected(self._found.layers[name], self._device(name))
+            name: Protected(self._found.layers[name], self._device(name), self.rule.relative)
             for name in names
             if name not in self._protected
         }
@@ -247,7 +247,7 @@ class NullSpace:
                 protected.limit_drift(spectra[name], selections[name], max_drift)
         if not self._updates() and self.rule != Rank(0):  # which asks for just that
             warnings.warn(
-                "no direction is free in any layer: no layer will train. Raise eps", NessWarning, stacklevel=2
+                "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=2
             )
         self._form = form
         self._tasks.begin(task, read_norms(self._found.norms) if self.norm == "per_task" else {})
@@ -269,16 +269,22 @@ class NullSpace:
     def _spectra(self, private: int) -> dict[str, Spectrum]:
         """Decompose every layer that saw something, beside its private directions; name those that did not."""
         self._idle = {name: "saw no input row: frozen" for name in self._found.layers if name not in self._protected}
-        spectra, thin = {}, []
+        spectra, thin, silent = {}, [], False
         for name, protected in self._protected.items():
+            if self.rule.relative:
+                protected.begin_task()
             if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
                 self._idle[name] = "saw only zeros: frozen"
+                continue
+            if protected.silent:
+                silent = True
+                self._idle[name] = "some task's outputs are all 0, and no fraction of 0 is a change: frozen"
                 continue
             decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
             spectra[name] = decompose(self.bias, capped(private, protected.layer.fan_in))
             if protected.moments.gram.count < protected.layer.fan_in:
                 thin.append(f"{name!r} ({protected.moments.gram.count} rows, fan-in {protected.layer.fan_in})")
-        if not spectra:
+        if not spectra and not silent:
             raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
         if thin:
             warnings.warn(
@@ -302,7 +308,11 @@ class NullSpace:
         if distributed.active():
             for spectrum in spectra.values():
                 distributed.from_rank_zero_(spectrum.tensors())
-        return self.rule.select(spectra)
+        chosen = self.rule.select(spectra)
+        if distributed.active():
+            for selection in chosen.values():
+                distributed.from_rank_zero_([selection.weights, selection.threshold])
+        return chosen
 
     def _updates(self) -> list[Update]:
         constraints = [p.constraint for p in self._protected.values() if p.constraint is not None]
@@ -395,7 +405,8 @@ class NullSpace:
         if self._phase == "merged":
             return
         self._require_constrained("merge()")
-        merged, parts, own = {}, {}, self.private_basis == "per_task"
+        merged: dict[str, Tensor] = {}
+        parts, own = {}, self.private_basis == "per_task"
         for name, protected in self._protected.items():
             if protected.constraint is not None and protected.constraint.update is not None:
                 merged[name] = protected.running()
@@ -409,10 +420,8 @@ class NullSpace:
                         "The model is untouched: call discard(), lower the learning rate, and try again"
                     )
         self._leave()
-        for name, weights in merged.items():
-            self._protected[name].write(weights)
-        for protected in self._protected.values():
-            protected.finish(keep_directions=not own)
+        for name, protected in self._protected.items():
+            protected.finish(merged.get(name), self.rule, keep_directions=not own)
         self._tasks.finish(read_norms(self._found.norms) if self.norm == "per_task" else {}, parts)
         self._wear(parts)
         self._phase = "merged"

@@ -10,13 +10,15 @@ from torch import Tensor
 
 from ness import distributed
 from ness.certificate import CertificateRow
+from ness.errors import NessError
 from ness.gram import Gram
 from ness.layers import Layer
 from ness.moments import Moments
 from ness.observe import Staged
 from ness.private import PrivateColumns, PrivatePart, columns_in_training, decompose_beside
-from ness.rules import Selection
-from ness.spectrum import Spectrum, decompose, selected_sigma, spectral_norm
+from ness.relative import Books, Relative, shrink, travelled
+from ness.rules import Rule, Selection
+from ness.spectrum import Spectrum, decompose, reach, selected_sigma, spectral_norm
 from ness.update import Form, Projector, Update, cheapest_way
 
 
@@ -67,15 +69,17 @@ class Figures:
     rank: int = 0
     tau: float = 0.0
     update_norm: float = 0.0
+    shrunk: float = 1.0  # the share of the update that was merged
 
 
 class Protected:
     """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far."""
 
-    def __init__(self, layer: Layer, device: torch.device) -> None:
+    def __init__(self, layer: Layer, device: torch.device, relative: bool = False) -> None:
         self.layer = layer
         self.anchor = layer.stored().to(device)  # [W b] when last observed, (groups, o, width), the parameter's dtype
         self.moments = self._no_rows()
+        self.relative = Relative(self._no_rows()) if relative else None  # each task's own drift, where a rule asks
         self.pending: Moments | None = None  # observed by this rank, not yet summed over ranks
         self.spent = torch.zeros(2, layer.groups, dtype=torch.float64)  # Σ σ_sel‖A‖₂ and Σ σ_sel‖A‖_F of merged tasks
         self.merges = 0
@@ -89,6 +93,11 @@ class Protected:
     def gram(self) -> Gram:
         """All rows this rank knows of."""
         return self.moments.gram if self.pending is None else self.moments.gram + self.pending.gram
+
+    @property
+    def silent(self) -> bool:
+        """Whether some task's rows all gave 0 here, under a rule to which that means: do not move."""
+        return self.relative is not None and self.relative.silent
 
     # -- observing --------------------------------------------------------------------------------------------------
 
@@ -106,17 +115,22 @@ class Protected:
         for moments in (self.moments, self.pending):
             if moments is not None:
                 moments.move_anchor_(change)
+        if self.relative is not None:
+            self.relative.move_anchor_(change)
         self.anchor = now
 
     def commit(self, staged: Staged) -> None:
         """Take a finished pass into the statistics."""
-        target = self.moments
+        targets = self._known()
         if distributed.active():
-            self.pending = target = self.pending or self._no_rows()
-        target.gram.matrix += staged.gram.matrix
-        target.gram.count += staged.gram.count
-        target.energy += staged.energy
-        target.calls += staged.calls
+            self.pending = self.pending or self._no_rows()
+            targets = [self.pending]
+        for target in targets:
+            target.add_rows_(staged.gram, staged.energy, staged.calls)
+
+    def _known(self) -> list[Moments]:
+        """The moments that new rows enter."""
+        return [self.moments] if self.relative is None else [self.moments, self.relative.newest()]
 
     def reduce(self) -> None:
         """Sum over all ranks what was not summed yet; a rank that saw nothing adds zeros.
@@ -128,10 +142,20 @@ class Protected:
         distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
         pending.gram.count = distributed.total(pending.gram.count)
         pending.calls = distributed.total(pending.calls)
-        self.moments.add_(pending)
+        for known in self._known():
+            known.add_(pending)
         self.pending = None
 
     # -- constraining -----------------------------------------------------------------------------------------------
+
+    def begin_task(self) -> None:
+        """The task observed last is over: its drift counts from now on relative to its own outputs."""
+        if self.relative is None:
+            raise NessError(
+                f"constrain: layer {self.layer.name!r} was observed under another rule, which keeps no task's own "
+                "drift; make a guard with this rule and observe again"
+            )
+        self.relative.fold_()
 
     def scale(self, bias: str) -> Tensor:
         """Diagonal of S (width,): 1 for inputs; for a bias the RMS of the inputs, or 0 where biases are frozen.
@@ -154,15 +178,26 @@ class Protected:
         return self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1)[:, : self.layer.fan_in].sum(dim=-1)
 
     def spectrum(self, bias: str, private: int = 0) -> Spectrum:
-        """Eigen-decomposition of S C S beside k private directions; with frozen biases of the inputs' block alone."""
+        """Eigen-decomposition of S C S (relative: of S R S) beside k private directions.
+
+        With frozen biases it is of the inputs' block alone.
+        """
         scale, width = self.scale(bias), self._free_width(bias)
-        gram = (self.moments.gram.matrix * scale * scale.unsqueeze(-1))[:, :width, :width]
-        if not private:
-            return decompose(gram, self.layer.outputs, self.layer.name)
-        held = gram[..., :0]
-        if self.directions is not None:
-            held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
-        return decompose_beside(gram, held, private, self.layer.outputs, self.layer.name)
+        whole = self.moments.gram.matrix if self.relative is None else self.relative.gram
+        gram = self._scaled(whole, bias)[:, :width, :width]
+        if private:
+            held = gram[..., :0]
+            if self.directions is not None:
+                held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
+            found = decompose_beside(gram, held, private, self.layer.outputs, self.layer.name)
+        else:
+            found = decompose(gram, self.layer.outputs, self.layer.name)
+        return replace(found, books=self.books())
+
+    def _scaled(self, gram: Tensor, bias: str) -> Tensor:
+        """S C S."""
+        scale = self.scale(bias)
+        return gram * scale * scale.unsqueeze(-1)
 
     def no_spectrum(self, bias: str, private: int = 0) -> Spectrum:
         """Room for a spectrum that rank 0 computes."""
@@ -171,7 +206,19 @@ class Protected:
         spectrum = Spectrum(room(groups, width - private), room(groups, width, width - private), room(groups), 0)
         if private:
             spectrum = replace(spectrum, private=room(groups, width, private), whole=room(groups, width))
-        return replace(spectrum, outputs=self.layer.outputs)
+        return replace(spectrum, outputs=self.layer.outputs, books=self.books())
+
+    def books(self) -> Books | None:
+        """What a relative rule is told besides the spectrum."""
+        if self.relative is None:
+            return None
+        spent = self.relative.total(self.change())
+        return Books(self.merges + 1, spent, self._mean_column(), self.relative.travel)
+
+    def _mean_column(self) -> float:
+        """‖W‖_F² / d over all groups, the bias not counted."""
+        columns = self.shared_weights()[..., : self.layer.fan_in].to(torch.float64)
+        return float(columns.square().sum()) / (self.layer.groups * self.layer.fan_in)
 
     def _free_width(self, bias: str) -> int:
         return self.layer.width if bias == "constrain" else self.layer.fan_in
@@ -182,13 +229,15 @@ class Protected:
         alive = (self.group_energy() > 0).to(selection.weights)  # a group that saw only zeros is not free
         selection = Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
         s, q = selection.weights, spectrum.directions
-        sigma = selected_sigma(spectrum, s)
         private = 0 if spectrum.private is None else spectrum.private.shape[-1]
         if selection.rank + private == 0:
-            return Constraint(0, selection.threshold, sigma, q[..., :0], None)
+            return Constraint(0, selection.threshold, torch.zeros_like(selection.threshold), q[..., :0], None)
         scale = self.scale(bias)
         k = self._padded(q[..., :0] if spectrum.private is None else spectrum.private)
-        basis = torch.cat([self._columns(q * s.unsqueeze(-2), s > 0), k], dim=-1) * scale.unsqueeze(-1)
+        chosen = self._columns(q * s.unsqueeze(-2), s > 0)
+        basis = torch.cat([chosen, k], dim=-1) * scale.unsqueeze(-1)
+        plain = self.relative is None  # else Q diagonalises R, not the Gram that the bound is about
+        sigma = selected_sigma(spectrum, s) if plain else reach(self._scaled(self.moments.gram.matrix, bias), chosen)
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         rows = self.moments.gram.count / max(1, self.moments.calls)
         way = cheapest_way(form, layer, rows, basis.shape[-1])
@@ -216,14 +265,19 @@ class Protected:
         return torch.nn.functional.pad(columns, (0, 0, 0, self.layer.width - columns.shape[-2]))
 
     def limit_drift(self, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
-        """Keep the layer's whole RMS drift, earlier tasks' included, under a fraction of its outputs' RMS."""
+        """Keep the layer's whole RMS drift, earlier tasks' included, under a fraction of its outputs' RMS.
+
+        Under a relative rule T is kept under the fraction, and with it every single task's drift and their mean.
+        """
         assert self.constraint is not None
         assert self.constraint.update is not None
         s = selection.weights
         floor = torch.maximum(spectrum.sigma, spectrum.noise.unsqueeze(-1))
         sizes = self._columns((floor * s).unsqueeze(-2), s > 0)[:, 0]
-        spent = float(self.drift().sum().sqrt())
-        room = fraction * float(self.moments.energy.sqrt()) - spent
+        if self.relative is None:
+            room = fraction * float(self.moments.energy.sqrt()) - float(self.drift().sum().sqrt())
+        else:
+            room = fraction - self.relative.total(self.change()) ** 0.5
         self.constraint.update.limit_drift(sizes, max(0.0, room))
 
     # -- certifying -------------------------------------------------------------------------------------------------
@@ -280,6 +334,8 @@ class Protected:
             rms_bound=frobenius / count**0.5,
             rms_drift=drift,
             relative_drift=drift / output if output > 0 else (0.0 if drift == 0 else float("inf")),
+            task_drift=None if self.relative is None else self.relative.total(self.change()) ** 0.5,
+            shrunk=figures.shrunk,
             rounding=self._rounding(count),
         )
 
@@ -324,9 +380,34 @@ class Protected:
             self.shared = self.layer.stored()
             self.write(self.with_private(self.shared, part))
 
-    def finish(self, keep_directions: bool) -> None:
-        """Book the current update as merged: its bounds add to those before; directions that tasks share are held."""
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def _keep_limit(self, weights: Tensor, rule: Rule) -> tuple[Tensor, float]:
+        """Shared [W b] to be merged: as trained, or where T² would exceed the limit that share of it that fits."""
+        if self.relative is None:
+            return weights, 1.0
+        assert self.constraint is not None
+        assert self.constraint.update is not None
+        device, stored = self.anchor.device, self.layer.stored().to(self.anchor.device)
+        update = self.constraint.update
+        weights, basis = weights.to(device), update.basis[..., : update.shared].to(device, torch.float64)
+        measured = travelled(self.relative.gram, basis, weights - stored.to(torch.float64), self._mean_column())
+        self.relative.travel = rule.expect(self.relative.travel, measured)
+        return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
+
+    def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
+        """Store the shared weights as trained, shrunk to a relative rule's limit, and book them: bounds add up.
+
+        Without weights the layer was frozen. Directions that tasks share are held.
+        """
         self.last, bounds = self.current()
+        if weights is None and self.relative is not None:
+            self.relative.travel = rule.expect(self.relative.travel, None)
+        if weights is not None:
+            weights, share = self._keep_limit(weights, rule)
+            self.write(weights)
+            self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
+            bounds = bounds * share
         self.spent += bounds
         self.merges += 1
         columns = None if self.constraint is None else self.constraint.columns

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
@@ -10,10 +11,13 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
+from ness.relative import solve_threshold, spending_limit
 from ness.spectrum import Spectrum
 
 TIE_SLACK = 1e-12  # σ ≤ τ up to this relative slack: a tie counts as small
 SOFT_CUTOFF = 0.02  # soft weights below this are dropped
+DEFAULT_DRIFT = 0.1  # what `Within` allows every task's outputs to move by, as a fraction of their size
+TRAVEL_CLAMP = 16.0  # a measured ρ² counts up to this factor above or below the one assumed at first
 
 
 @dataclass(frozen=True)
@@ -36,6 +40,7 @@ class Rule:
     """Chooses free directions; subclass it, add a `name`, implement `select`, and it saves and loads by itself."""
 
     name: ClassVar[str] = ""
+    relative: ClassVar[bool] = False  # True: layers keep relative moments, and spectra are theirs (`ness.relative`)
     registry: ClassVar[dict[str, type[Rule]]] = {}
 
     def __init_subclass__(cls) -> None:
@@ -47,6 +52,14 @@ class Rule:
         """A selection for every layer."""
         raise NotImplementedError(f"{type(self).__name__} must implement select(spectra)")
 
+    def limit(self, task: int) -> float:
+        """The most that T² = Σ_j rel_j² may be once the n-th constrained task is merged; relative rules alone."""
+        return float("inf")
+
+    def expect(self, known: float | None, measured: float | None) -> float | None:
+        """ρ² to expect of the next update, from that of the last and what it was; None: it could move no old output."""
+        return known if measured is None else measured
+
 
 def _at_most(sigma: Tensor, threshold: Tensor) -> Tensor:
     """s_i = 1 where σ_i ≤ τ, ties included."""
@@ -56,6 +69,13 @@ def _at_most(sigma: Tensor, threshold: Tensor) -> Tensor:
 def _hard(sigma: Tensor, weights: Tensor) -> Selection:
     """A selection whose τ is the largest selected σ of each group."""
     return Selection(weights, (sigma * weights).amax(dim=-1))
+
+
+def _soft(sigma: Tensor, threshold: Tensor) -> Tensor:
+    """s_i = min(1, τ/σ_i), 0 where σ_i = 0: such directions are for the rule to judge; weights below 0.02 are 0."""
+    scaled = threshold.unsqueeze(-1) / sigma.clamp(min=torch.finfo(sigma.dtype).tiny)
+    soft = torch.where(sigma > 0, scaled.clamp(max=1), 0.0)
+    return torch.where(soft >= SOFT_CUTOFF, soft, 0.0)
 
 
 def _check_fraction(rule: str, field: str, value: float) -> None:
@@ -198,18 +218,84 @@ class Soft(Rule):
     name: ClassVar[str] = "soft"
 
     def __post_init__(self) -> None:
-        if not isinstance(self.rule, Rule) or isinstance(self.rule, Soft):
+        if not isinstance(self.rule, Rule) or isinstance(self.rule, Soft) or self.rule.relative:
             raise NessError(f"Soft({self.rule!r}): expected a hard rule such as Nuclear(1e-3)")
 
     def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
         """s_i = min(1, τ/σ_i)."""
         chosen = {}
         for layer, hard in self.rule.select(spectra).items():
-            sigma = spectra[layer].sigma
-            threshold = hard.threshold.unsqueeze(-1)
-            scaled = torch.where(sigma > 0, threshold / sigma.clamp(min=torch.finfo(sigma.dtype).tiny), 0.0)
-            soft = torch.where(hard.weights > 0, hard.weights, scaled.clamp(max=1))
-            chosen[layer] = Selection(torch.where(soft >= SOFT_CUTOFF, soft, 0.0), hard.threshold)
+            soft = _soft(spectra[layer].sigma, hard.threshold)
+            chosen[layer] = Selection(torch.where(hard.weights > 0, hard.weights, soft), hard.threshold)
+        return chosen
+
+
+@dataclass(frozen=True)
+class Within(Rule):
+    """Layer by layer, every old task's outputs stay within the fraction `drift` of what they were, for ever.
+
+    The fraction is a root-mean-square over that task's own rows, relative to the layer's own output on them when the
+    task was observed; it holds for each task, however many follow and however they are trained. The threshold chooses
+    itself: with s_i = min(1, τ/σ_i), τ is such that an update whose columns are ρ times as long as those of W spends
+    what the budget has left. ρ is `strength` at first and follows what updates turn out to be, layer by layer, half-way
+    each time. What training spends beyond the budget `merge` takes back: it shrinks the layer's update to fit (`shrunk`
+    in the certificate). `constrain(max_drift=...)` holds the same figure at every step.
+
+    >>> from dataclasses import replace
+    >>> from ness.relative import Books
+    >>> from ness.spectrum import decompose
+    >>> gram = torch.diag(torch.tensor([9.0, 16.0, 0.0], dtype=torch.float64)).unsqueeze(0)
+    >>> spectrum = replace(decompose(gram), books=Books(task=1, spent=0.0, column=0.001, travel=None))
+    >>> Within(0.2).select({"fc": spectrum})["fc"]  # 0.001 · (9 + 11) = 0.2² · 1/2
+    Selection(weights=tensor([[1.0000, 1.0000, 0.8292]], ...), threshold=tensor([3.3166], ...))
+    """
+
+    drift: float = DEFAULT_DRIFT
+    strength: float = 1.0
+    name: ClassVar[str] = "within"
+    relative: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        _check_fraction("Within", "drift", self.drift)
+        if (
+            isinstance(self.strength, bool)
+            or not isinstance(self.strength, (int, float))
+            or not 0 < self.strength < 1e6
+        ):
+            raise NessError(f"Within(strength={self.strength!r}): expected a number above 0, such as 1.0")
+
+    def limit(self, task: int) -> float:
+        """drift² · n/(n + 1)."""
+        return spending_limit(self.drift, task)
+
+    def expect(self, known: float | None, measured: float | None) -> float:
+        """√(known · measured), both ρ² from the first assumption on: half-way, since updates follow τ in their turn.
+
+        A layer that could not move tells nothing, and drifts back to the assumption instead of staying frozen by it.
+        """
+        first = self.strength**2
+        low, high = first / TRAVEL_CLAMP, first * TRAVEL_CLAMP
+        then, now = (first if each is None else min(max(each, low), high) for each in (known, measured))
+        return math.sqrt(then * now)
+
+    def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+        """One τ a layer, for all its groups, with ρ²‖W‖²/d · Σ min(σ_i², τ²) = what is left of the limit."""
+        chosen = {}
+        for layer, spectrum in spectra.items():
+            sigma, books = spectrum.sigma, spectrum.books
+            if books is None:
+                raise NessError(
+                    f"Within: layer {layer!r} has a plain spectrum; expected one with books (NullSpace gives it)"
+                )
+            allowance = self.limit(books.task) - books.spent
+            if allowance <= 0:
+                chosen[layer] = Selection(torch.zeros_like(sigma), torch.zeros_like(sigma[:, 0]))
+                continue
+            unit = books.column * (self.strength**2 if books.travel is None else books.travel)
+            target = allowance / unit if unit > 0 else float("inf")
+            threshold = torch.full_like(sigma[:, 0], solve_threshold(sigma.square(), target))
+            free = _at_most(sigma, threshold)
+            chosen[layer] = Selection(torch.where(free > 0, free, _soft(sigma, threshold)), threshold)
         return chosen
 
 

@@ -15,6 +15,7 @@ from ness.moments import Moments
 from ness.norms import NormValues, read_norms, write_norms
 from ness.private import PrivateColumns, PrivatePart
 from ness.protected import Constraint, Figures, Protected
+from ness.relative import Relative
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.storage import fingerprint
 from ness.update import Projector, Update
@@ -70,12 +71,18 @@ def _pack_layer(protected: Protected, tensors: Tensors) -> dict[str, Any]:
     if protected.pending is not None:
         tensors |= _pack_moments(protected.pending, f"{at}/pending")
     tensors |= {f"{at}/anchor": protected.anchor, f"{at}/spent": protected.spent}
+    relative = protected.relative
+    if relative is not None:
+        tensors |= _pack_moments(relative.folded, f"{at}/relative")
+        if relative.fresh is not None:
+            tensors |= _pack_moments(relative.fresh, f"{at}/fresh")
     entry: dict[str, Any] = {
         **_shape(protected),
         "weights": fingerprint(layer.stored()),
         "count": protected.moments.gram.count,
         "calls": protected.moments.calls,
         "pending": None if protected.pending is None else [protected.pending.gram.count, protected.pending.calls],
+        "relative": None if relative is None else _describe_relative(relative),
         "merges": protected.merges,
         "last": asdict(protected.last),
     }
@@ -93,6 +100,15 @@ def _pack_layer(protected: Protected, tensors: Tensors) -> dict[str, Any]:
         if constraint.columns is not None:
             tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
     return entry
+
+
+def _describe_relative(relative: Relative) -> dict[str, Any]:
+    return {
+        "folded": [relative.folded.gram.count, relative.folded.calls],
+        "fresh": None if relative.fresh is None else [relative.fresh.gram.count, relative.fresh.calls],
+        "travel": relative.travel,
+        "silent": relative.silent,
+    }
 
 
 def _shape(protected: Protected) -> dict[str, Any]:
@@ -195,7 +211,7 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     layer = guard._found.layers.get(name)
     if layer is None:
         raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
-    protected = Protected(layer, guard.statistics_device or layer.weight.device)
+    protected = Protected(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
@@ -208,6 +224,7 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
     if entry["pending"] is not None:
         protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
+    protected.relative = _relative(protected, tensors, at, entry.get("relative"))
     protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
     protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
     protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
@@ -251,6 +268,22 @@ def _private_part(protected: Protected, tensors: Mapping[str, Tensor], at: str, 
     if width > held:
         raise NessError(f"the saved guard is damaged: {at} needs {width} directions, found {held}; save it again")
     return PrivatePart(coefficients)
+
+
+def _relative(
+    protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any] | None
+) -> Relative | None:
+    if (entry is None) != (protected.relative is None):
+        found, wanted = ("no", "needs it") if entry is None else ("each", "has no use for it")
+        raise NessError(
+            f"the saved guard keeps {found} task's own drift in layer {protected.layer.name!r}, and this guard's rule "
+            f"{wanted}; load it with the rule it was saved with"
+        )
+    if entry is None:
+        return None
+    fresh = None if entry["fresh"] is None else _moments(protected, tensors, f"{at}/fresh", *entry["fresh"])
+    folded = _moments(protected, tensors, f"{at}/relative", *entry["folded"])
+    return Relative(folded, fresh, entry["travel"], bool(entry["silent"]))
 
 
 def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:

@@ -138,7 +138,36 @@ def test_presets() -> None:
     assert len({fixed.digest, reference.digest, paper.digest}) == 3
 
 
+def test_a_drift_budget_is_kept_task_after_task_and_recorded() -> None:
+    one = tiny.to_the_end(tiny.trainer("ness", rule="within", drift=0.05))
+    assert one.method.guard.rule == ness.Within(0.05)
+    for notes in one.notes[1:]:
+        assert all(0 <= row["task_drift"] <= 0.05 and 0 <= row["shrunk"] <= 1 for row in notes["certificate"])
+    assert any(row["task_drift"] > 0 for row in one.notes[-1]["certificate"])
+    assert "task_drift" not in tiny.to_the_end(tiny.trainer("ness", epochs=1)).notes[-1]["certificate"][0]
+
+
+def test_a_drift_budget_taken_up_in_a_task() -> None:
+    whole = tiny.trainer("ness", rule="within")
+    for _ in range(8):
+        whole.advance()
+    tensors, manifest = whole.state()
+    held = {name: value.clone() for name, value in tensors.items()}
+    tiny.to_the_end(whole)
+    later = tiny.trainer("ness", rule="within")
+    later.load_state(held, manifest)
+    assert tiny.same(tiny.to_the_end(later), whole)
+
+
 def test_wrong_settings_are_refused() -> None:
+    with pytest.raises(NessError, match="drift was set, but rule is 'nuclear'"):
+        tiny.job("ness", drift=0.2)
+    with pytest.raises(NessError, match="eps was set, but rule is 'within'"):
+        tiny.job("ness", rule="within", eps=1e-3)
+    with pytest.raises(NessError, match="drift is 2"):
+        tiny.job("ness", rule="within", drift=2.0)
+    with pytest.raises(NessError, match="needs statistics kept"):
+        tiny.job("ness", rule="within", statistics="recomputed")
     with pytest.raises(NessError, match="eps is 2"):
         tiny.job("ness", eps=2.0)
     with pytest.raises(NessError, match="borders was set, but statistics is 'kept'"):

@@ -13,29 +13,33 @@ from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.settings import setting
 
-Rule = ness.Nuclear | ness.Frobenius | ness.Soft
-
-
-def rule_of(name: str, eps: float) -> Rule:
-    """The rule of a setting."""
-    if name == "frobenius":
-        return ness.Frobenius(eps)
-    return ness.Soft(ness.Nuclear(eps)) if name == "soft" else ness.Nuclear(eps)
-
 
 @dataclass(frozen=True)
 class NessSettings:
     """What NESS adds to the training settings."""
 
     eps: float = setting(1e-3, "ε₁: how small a singular value must be to count as null, as a share of the norm")
-    rule: Literal["nuclear", "frobenius", "soft"] = setting(
-        "nuclear", "the norm in τ = ε₁·‖I‖: the code's, the paper's text, or the code's with soft weights"
+    rule: Literal["nuclear", "frobenius", "soft", "within"] = setting(
+        "nuclear",
+        "the norm in τ = ε₁·‖I‖: the code's, the paper's text, the code's with soft weights; or a drift budget",
+    )
+    drift: float = setting(
+        ness.Within().drift, "with rule within: the most that any old task's outputs may move in a layer, as a fraction"
     )
     statistics: Literal["kept", "recomputed"] = setting(
         "kept", "each task's Gram taken once after it, no data kept; or all old data passed through before each task"
     )
     history: Literal["all", "first"] = setting("all", "earlier tasks that are protected")
     borders: Literal["apart", "mixed"] = setting("apart", "whether a batch of old data may span two tasks")
+
+
+def rule_of(own: NessSettings) -> ness.Rule:
+    """The rule of the settings."""
+    if own.rule == "within":
+        return ness.Within(own.drift)
+    if own.rule == "frobenius":
+        return ness.Frobenius(own.eps)
+    return ness.Soft(ness.Nuclear(own.eps)) if own.rule == "soft" else ness.Nuclear(own.eps)
 
 
 class Ness(Method):
@@ -47,7 +51,7 @@ class Ness(Method):
         self.guard: ness.NullSpace = self._new_guard()
 
     def _new_guard(self) -> "ness.NullSpace":
-        return ness.NullSpace(self.model, rule=rule_of(self.own.rule, self.own.eps), exclude=["heads"], norm="freeze")
+        return ness.NullSpace(self.model, rule=rule_of(self.own), exclude=["heads"], norm="freeze")
 
     def before_task(self, lesson: Lesson) -> None:
         """Confines every layer of the backbone, from the second task on; the task's own head stays free."""
@@ -112,7 +116,8 @@ def observed(tasks: tuple[Samples, ...], size: int, *, mixed: bool) -> Iterator[
 
 def certificate_row(row: Any) -> dict[str, Any]:
     """What a record keeps of a layer's certificate."""
-    return {
+    within = {} if row.task_drift is None else {"task_drift": row.task_drift, "shrunk": row.shrunk}
+    return within | {
         "name": row.name,
         "fan_in": row.fan_in,
         "rank": row.rank,
@@ -124,14 +129,24 @@ def certificate_row(row: Any) -> dict[str, Any]:
 
 
 def check(settings: Any) -> None:
-    """Refuses an ε₁ that is no share, and mixed borders without old data."""
+    """Refuses an ε₁ or a drift that is no share, and a budget over tasks where the books begin anew with each."""
     if not 0 < settings.eps < 1:
         raise NessError(f"eps is {settings.eps}, expected a share between 0 and 1, e.g. 1e-3")
+    if not 0 < settings.drift <= 1:
+        raise NessError(
+            f"drift is {settings.drift}, expected a fraction above 0, at most 1, e.g. {ness.Within().drift}"
+        )
+    if settings.rule == "within" and settings.statistics == "recomputed":
+        raise NessError("rule within is a budget for all tasks together, so it needs statistics kept; found recomputed")
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of what the guard keeps: Gram and cross moment in float64, the anchor in float32, four numbers a layer."""
-    return sum(8 * width * width + (8 + 4) * outputs * width + 32 for outputs, width in sizes.layers)
+    """Bytes of what the guard keeps: Gram and cross moment in float64, the anchor in float32, four numbers a layer.
+
+    Rule within keeps Gram and cross moment three times: of all rows, relative ones, and the newest task's.
+    """
+    sets = 3 if own.rule == "within" else 1
+    return sum(sets * (8 * width * (width + outputs) + 32) + 4 * outputs * width for outputs, width in sizes.layers)
 
 
 # epochs, patience and the like are the benchmarks'.
@@ -165,7 +180,11 @@ METHOD = MethodSpec(
     year=2026,
     settings=NessSettings,
     presets=PRESETS,
-    only_with={"borders": ("statistics", ("recomputed",))},
+    only_with={
+        "borders": ("statistics", ("recomputed",)),
+        "eps": ("rule", ("nuclear", "frobenius", "soft")),
+        "drift": ("rule", ("within",)),
+    },
     check=check,
     needs_old_data=lambda own: bool(own.statistics == "recomputed"),
 )
