@@ -27,7 +27,9 @@ def write(folder: Path, tensors: Mapping[str, Tensor], manifest: Mapping[str, An
     found = paths(folder)
     number = int(found[-1].stem.rpartition("-")[2]) + 1 if found else 1
     target = folder / f"checkpoint-{number:06d}.safetensors"
-    held = {name: tensor.detach().to("cpu").contiguous().clone() for name, tensor in tensors.items()}
+    held = {
+        name: tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
     metadata = {
         "manifest": json.dumps(manifest),
         "checksum": str(checksum(held)),

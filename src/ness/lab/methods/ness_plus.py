@@ -1,0 +1,193 @@
+"""NESS+: a shared update in the null space of earlier inputs, and a few private directions and norms a task."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+import ness
+from ness.errors import NessError
+from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, sizes_of
+from ness.lab.methods.ness import certificate_row, features_of, observed
+from ness.lab.nets.norms import batch_norms, measure_statistics
+from ness.lab.settings import setting
+
+SHARED = "shared weights/"
+
+
+@dataclass(frozen=True)
+class NessPlusSettings:
+    """What NESS+ adds to the training settings."""
+
+    rule: Literal["within", "soft", "nuclear", "none"] = setting(
+        "within", "shared update: by a budget of drift, soft or hard at eps, or no shared update at all"
+    )
+    drift: float = setting(0.1, "with within: how far a task's own outputs may ever move, layer by layer, relative RMS")
+    eps: float = setting(6e-4, "ε₁ of soft and nuclear: how small a singular value must be to count as null")
+    keep: float = setting(0.05, "what a task may keep for itself, as a share of the shared layers' weights")
+    private: int | None = setting(None, "private directions a layer; left out: as many as `keep` allows")
+    basis: Literal["shared", "own"] = setting("shared", "private directions: one set for all tasks, or one a task")
+    norms: Literal["own", "frozen"] = setting("own", "norm layers: a copy a task, or the first task's")
+
+
+def rule_of(own: NessPlusSettings) -> "ness.rules.Rule":
+    """The rule of the shared update."""
+    if own.rule == "within":
+        return ness.Within(own.drift)
+    if own.rule == "none":
+        return ness.Rank(0)
+    hard = ness.Nuclear(own.eps)
+    return ness.Soft(hard) if own.rule == "soft" else hard
+
+
+def directions_within(layers: tuple[tuple[int, int], ...], norms: int, keep: float) -> int:
+    """The largest k at which Σ o·min(k, d/3) and a task's norms are at most `keep` of Σ o·d.
+
+    >>> directions_within(((64, 48), (128, 576), (256, 512), (2048, 1024), (2048, 2048)), 4 * 4544, 0.05)
+    68
+    """
+    weights = sum(outputs * width for outputs, width in layers)
+
+    def fits(k: int) -> bool:
+        return norms + sum(outputs * min(k, width // 3) for outputs, width in layers) <= keep * weights
+
+    k = 0
+    while k < max(width for _, width in layers) // 3 and fits(k + 1):
+        k += 1
+    return k
+
+
+class NessPlus(Method):
+    """W_t = W + B_t Kᵀ: W moves in the null space alone, B_t and the norms are the task's own."""
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.own: NessPlusSettings = context.own
+        self.guard = ness.NullSpace(
+            self.model,
+            rule=rule_of(self.own),
+            exclude=["heads"],
+            norm="per_task" if self.own.norms == "own" else "freeze",
+            private_basis="shared" if self.own.basis == "shared" else "per_task",
+        )
+        self.private = self._directions()
+
+    def _directions(self) -> int:
+        if self.own.private is not None:
+            return self.own.private
+        layers = sizes_of(self.model, self.context.tasks, ()).layers
+        norms = sum(values.numel() for norm in batch_norms(self.model) for values in norm.state_dict().values())
+        return directions_within(layers, norms if self.own.norms == "own" else 0, self.own.keep)
+
+    def before_task(self, lesson: Lesson) -> None:
+        """From the second task on: the shared weights, confined, and room for what is the task's own."""
+        if lesson.task > 0:
+            training = self.context.training
+            form: Literal["any", "sgd"] = "sgd" if training.optimizer in ("sgd", "sgdm") else "any"
+            self.guard.constrain(form=form, task=_name(lesson.task), private=self.private)
+
+    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+        """Everything in the first task; afterwards the updates, the norms and the head."""
+        return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
+
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Measures the task's norms, merges what is shared, and takes the Grams of the task as it is used."""
+        training = self.context.training
+        if lesson.task == 0 or self.own.norms == "own":
+            measure_statistics(self.model, observed((lesson.train,), training.batch, mixed=False))
+        notes: dict[str, Any] = {}
+        if lesson.task > 0:
+            self.guard.merge()
+            certificate = self.guard.certificate()
+            notes["certificate"] = [certificate_row(row) for row in certificate.rows]
+            notes["kept"] = certificate.kept.get(_name(lesson.task), 0)
+        if lesson.task < self.context.tasks - 1:
+            batches = observed((lesson.train,), training.batch, mixed=False)
+            self.guard.observe(batches, forward=features_of, task=_name(lesson.task))
+        return notes
+
+    def use(self, task: int) -> None:
+        """The task's private part and norms."""
+        if len(self.guard.tasks) > 1:
+            self.guard.use(_name(task))
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """The guard: Grams, bases, updates, what each task keeps; in a task also the shared weights it started from."""
+        tensors, manifest = self.guard.state()
+        shared = self._shared_weights() if self.guard.constrained else {}
+        return {**tensors, **{f"{SHARED}{name}": value for name, value in shared.items()}}, manifest
+
+    def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
+        """Puts the guard back, constrained if it was; a task begins with the last one's private part in the model."""
+        held = {name.removeprefix(SHARED): value for name, value in tensors.items() if name.startswith(SHARED)}
+        with torch.no_grad():
+            for name, value in self._shared_weights().items() if held else ():
+                value.copy_(held[name])
+        self.guard.load_state({name: value for name, value in tensors.items() if not name.startswith(SHARED)}, manifest)
+
+    def _shared_weights(self) -> dict[str, Tensor]:
+        prefixes = tuple(f"{layer}." for layer in self.guard.layers)
+        return {name: value for name, value in self.model.state_dict().items() if name.startswith(prefixes)}
+
+
+def _name(task: int) -> str:
+    return f"task {task + 1}"
+
+
+def check(settings: Any) -> None:
+    """Refuses budgets and counts outside their range."""
+    rules: tuple[tuple[str, bool, str], ...] = (
+        ("drift", settings.drift > 0, "above 0, e.g. 0.1"),
+        ("eps", 0 < settings.eps < 1, "a share between 0 and 1, e.g. 6e-4"),
+        ("keep", 0 < settings.keep < 1, "a share between 0 and 1, e.g. 0.05"),
+        ("private", settings.private is None or settings.private >= 0, "0 or more"),
+    )
+    for name, holds, expected in rules:
+        if not holds:
+            raise NessError(f"{name} is {getattr(settings, name)!r}, expected {expected}")
+
+
+def kept_at_most(sizes: Sizes, own: Any) -> int:
+    """Bytes of the guard's moments, plain and relative, of the shared directions, and of every task's own part."""
+    moments = sum(
+        2 * (8 * width * width + 8 * outputs * width) + 8 * outputs * width for outputs, width in sizes.layers
+    )
+    if own.private is None:
+        a_task = own.keep * sum(outputs * width for outputs, width in sizes.layers)
+        directions = sum(width * (width // 3) for _, width in sizes.layers)
+    else:
+        widths = [(outputs, width, min(own.private, width // 3)) for outputs, width in sizes.layers]
+        a_task = sum(outputs * k + 5 * outputs for outputs, _, k in widths)
+        directions = sum(width * k for _, width, k in widths)
+    sets = sizes.tasks - 1 if own.basis == "own" else 1
+    return moments + int(4 * (sizes.tasks - 1) * a_task) + 8 * sets * directions
+
+
+RECIPE = {"schedule": "cosine", "drop_last": True, "mixup": 0.2, "norm": "stored", "lr": 0.01}
+PRESETS: dict[str, dict[str, dict[str, Any]]] = {
+    "fixed": {
+        "digits": {"norm": "stored"},
+        "cifar100": {**RECIPE, "epochs": 50, "weight_decay": 5e-4},
+        "five-datasets": {**RECIPE, "epochs": 20},
+        "mini-imagenet": {**RECIPE, "epochs": 30},
+    }
+}
+
+METHOD = MethodSpec(
+    name="ness-plus",
+    title="A shared null-space update, and private directions and norms a task",
+    build=NessPlus,
+    keeps="two Grams a layer (d × d); a task: k numbers an output unit, and its norms (5 % of the weights by default)",
+    kept_at_most=kept_at_most,
+    paper="this project: docs/ness-plus.md",
+    year=2026,
+    settings=NessPlusSettings,
+    presets=PRESETS,
+    only_with={
+        "drift": ("rule", ("within",)),
+        "eps": ("rule", ("soft", "nuclear")),
+    },
+    check=check,
+)
