@@ -9,10 +9,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 import ness
 from ness import gram as gram_module
-from ness.gram import gram_of_rows, with_ones
+from ness.gram import add_gram_, gram_of_rows, widened, with_ones
+from ness.layers import ConvLayer
 
 
 @given(cuts=st.lists(st.integers(0, 60), max_size=5), seed=st.integers(0, 1000))
@@ -36,7 +38,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = gram_of_rows(rows)
     monkeypatch.setattr(gram_module, "CHUNK_ELEMENTS", 7 * 10)
     assert torch.allclose(gram_of_rows(rows), whole, rtol=1e-12)
-    assert len(list(gram_module.row_blocks(rows, torch.float64))) > 10
+    assert len(list(gram_module.row_blocks(rows))) > 10
 
 
 def test_fast_mode_is_right_to_1e6() -> None:
@@ -46,8 +48,23 @@ def test_fast_mode_is_right_to_1e6() -> None:
     assert float((fast - exact).norm() / exact.norm()) < 1e-6
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("constant", [False, True])
+def test_a_view_of_patches_adds_what_the_rows_add(dtype: torch.dtype, constant: bool) -> None:
+    conv = nn.Conv2d(4, 6, 3, stride=2, dilation=2, groups=2)
+    layer = ConvLayer("conv", conv)
+    x = torch.randn(7, 4, 11, 12)
+    width = layer.fan_in + constant
+    total = torch.ones(2, width, width, dtype=torch.float64)
+    add_gram_(total, layer.windows(conv, x), layer.fan_in, dtype)
+    rows = layer.patches(conv, x)
+    expected = 1 + gram_of_rows(with_ones(rows) if constant else rows)
+    assert torch.allclose(total, expected, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=1e-4)
+
+
 def test_rows_of_a_bias_end_in_one() -> None:
     rows = torch.randn(2, 5, 3)
+    assert torch.equal(widened(rows, 3, 4, torch.float32), with_ones(rows))
     assert torch.equal(with_ones(rows)[..., -1], torch.ones(2, 5))
     assert torch.equal(with_ones(rows)[..., :3], rows)
 

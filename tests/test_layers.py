@@ -22,13 +22,13 @@ def test_rows_times_weight_is_the_output(layer: tuple[nn.Module, tuple[int, ...]
     (found,) = layers_of("x", module)
     x = torch.randn(3, *shape, dtype=torch.float64)
     seen: list[tuple[Tensor, Tensor]] = []
-    handle = found.watch(module, seen.extend)
+    handle = found.watch(module, lambda rows, outputs: seen.append((rows, outputs)))
     with torch.no_grad():
         y = module(x)
     handle.remove()
     matrix = found.stored()[..., : found.fan_in]
     for rows, outputs in seen:
-        by_hand = rows @ matrix.mT  # (groups, n, o)
+        by_hand = rows.reshape(found.groups, -1, found.fan_in) @ matrix.mT  # (groups, n, o)
         if found.bias is not None:
             by_hand = by_hand + found.stored()[..., found.fan_in].unsqueeze(1)
         flat = outputs if isinstance(module, nn.Linear) else outputs.movedim(1, -1)
@@ -50,20 +50,19 @@ def test_patches_are_those_of_a_triple_loop() -> None:
 
 def test_an_unbatched_image_is_one_image() -> None:
     conv = nn.Conv2d(2, 3, 3)
-    seen: list[tuple[Tensor, Tensor]] = []
-    ConvLayer("x", conv).watch(conv, seen.extend)
+    seen: list[Tensor] = []
+    ConvLayer("x", conv).watch(conv, lambda rows, _: seen.append(rows))
     conv(torch.randn(2, 8, 8))
-    assert seen[0][0].shape == (1, 36, 18)
+    assert seen[0].shape == (1, 1, 6, 6, 2, 3, 3)
 
 
-def test_big_maps_come_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ness.layers.CHUNK_ELEMENTS", 2000)
+def test_patches_are_a_view_until_they_are_needed() -> None:
     conv = nn.Conv2d(2, 3, 3)
-    seen: list[tuple[Tensor, Tensor]] = []
-    ConvLayer("x", conv).watch(conv, seen.extend)
-    conv(torch.randn(10, 2, 8, 8))
-    assert len(seen) == 4  # three images of 36 patches of 18 entries a piece
-    assert all(rows.numel() <= 2000 for rows, _ in seen)
+    seen: list[Tensor] = []
+    ConvLayer("x", conv).watch(conv, lambda rows, _: seen.append(rows))
+    x = torch.randn(10, 2, 8, 8)
+    conv(x)
+    assert seen[0].untyped_storage().data_ptr() == x.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("module", [nn.Linear(4, 3), Conv1D(3, 4), nn.Conv2d(4, 6, 3, groups=2)])
@@ -81,7 +80,7 @@ def test_attention_has_four_layers_and_true_rows() -> None:
     q, k = torch.randn(2, 3, 8).double(), torch.randn(2, 5, 8).double()
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in found}
     for name, layer in found.items():
-        layer.watch(layer.module, seen[name].extend)
+        layer.watch(layer.module, lambda rows, outputs, name=name: seen[name].append((rows, outputs)))
     with torch.no_grad():
         y, _ = attention(q, key=k, value=k)
     assert torch.equal(seen["a.in_proj.q"][0][0], q.reshape(1, -1, 8))

@@ -101,7 +101,9 @@ class Course:
             self.relative.fold_()
             self.kept.append([])
         x = scale * self.normal(self.weight.shape[0], rows, 5)
-        self.relative.newest().add_rows_(Gram.of(x), (x @ self.weight.mT).square().sum(), 1)
+        rows = self.relative.newest().no_rows()
+        rows.gram, rows.energy = Gram.of(x), (x @ self.weight.mT).square().sum()
+        self.relative.newest().add_(rows)
         self.kept[-1].append((x, self.weight))
 
     def drifts(self) -> list[float]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from ness.errors import NessError
 
 CHUNK_ELEMENTS = 1 << 22  # entries of X widened to float64 at a time: 32 MB, whatever the number of samples
+CHUNK_ON_A_CARD = 8  # times as many there: a card waits for nothing but the next launch
 CHUNK_ROWS = 1 << 12  # rows summed in float32 at a time in the fast mode: keeps 1e-6 against float64
 
 
@@ -26,20 +27,46 @@ def gram_of_rows(rows: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """
     groups, _, width = rows.shape
     total = torch.zeros(groups, width, width, dtype=torch.float64, device=rows.device)
-    for block in row_blocks(rows, dtype):
-        wide = block.to(dtype)
-        product = wide.mT @ wide
-        total += product.to(torch.float64)
+    add_gram_(total, rows, width, dtype)
     return total
 
 
-def row_blocks(rows: Tensor, dtype: torch.dtype) -> Iterator[Tensor]:
-    """Blocks of rows (groups, ≤ m, d), small enough to be widened to `dtype` one at a time."""
-    groups, _, width = rows.shape
-    step = max(1, CHUNK_ELEMENTS // max(1, groups * width))
-    if dtype != torch.float64:
-        step = min(step, CHUNK_ROWS)
-    return iter(torch.split(rows, step, dim=1))
+def add_gram_(total: Tensor, rows: Tensor, fan_in: int, dtype: torch.dtype = torch.float64) -> None:
+    """C += Xᵀ X for rows (groups, n, d), or [x; 1] where C (groups, width, width) has a column more than the fan-in.
+
+    Rows may be a view of more dimensions, (groups, n, …) with n·d entries a group in the order of the rows: patches
+    that overlap are then copied once, straight into the precision they are multiplied in.
+    """
+    for block in row_blocks(rows):
+        wide = widened(block, fan_in, total.shape[-1], dtype)
+        if dtype == torch.float64 and total.device == wide.device:
+            total.baddbmm_(wide.mT, wide)
+            continue
+        for part in torch.split(wide, wide.shape[1] if dtype == torch.float64 else CHUNK_ROWS, dim=1):
+            total += (part.mT @ part).to(total.device)
+
+
+def row_blocks(rows: Tensor) -> Iterator[Tensor]:
+    """Blocks (groups, ≤ m, …) of rows, small enough to be widened one at a time."""
+    limit = CHUNK_ELEMENTS * (CHUNK_ON_A_CARD if rows.is_cuda else 1)
+    return iter(torch.split(rows, max(1, limit // max(1, rows[:, :1].numel())), dim=1))
+
+
+def widened(rows: Tensor, fan_in: int, width: int, dtype: torch.dtype) -> Tensor:
+    """Rows (groups, n, d), or a view of them, as (groups, n, width) of `dtype`, [x; 1] where width is the fan-in + 1.
+
+    >>> widened(torch.zeros(1, 2, 3), 3, 4, torch.float64)
+    tensor([[[0., 0., 0., 1.],
+             [0., 0., 0., 1.]]], dtype=torch.float64)
+    """
+    if rows.ndim == 3 and width == fan_in:
+        return rows.to(dtype)
+    groups = rows.shape[0]
+    wide = rows.new_empty(groups, rows.numel() // (groups * fan_in), width, dtype=dtype)
+    wide[..., :fan_in].view(rows.shape).copy_(rows)
+    if width > fan_in:
+        wide[..., fan_in].fill_(1)
+    return wide
 
 
 def with_ones(rows: Tensor) -> Tensor:

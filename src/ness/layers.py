@@ -7,7 +7,7 @@ v and the output projection). A new kind is one class with `find`.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ness.gram import CHUNK_ELEMENTS
-
-Rows = Tensor  # (groups, n, d)
-#: Takes the pieces of one forward call: rows and the outputs that belong to them.
-Record = Callable[[Iterable[tuple[Rows, Tensor]]], None]
+Rows = Tensor  # (groups, n, d), or (groups, samples, …) whose entries are those of the rows, in their order
+#: Takes the rows of one forward call and the outputs that belong to them.
+Record = Callable[[Rows, Tensor], None]
 
 
 class Layer(ABC):
@@ -54,7 +52,7 @@ class Layer(ABC):
 
     @abstractmethod
     def watch(self, module: nn.Module, record: Record) -> RemovableHandle:
-        """Call `record([(rows, outputs), …])` once at every forward call of `module`."""
+        """Call `record(rows, outputs)` once at every forward call of `module`."""
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -150,7 +148,7 @@ class LinearLayer(Layer):
         """Rows are all inputs, whatever dimensions stand before the last."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            record([(_first(args, kwargs, "input", "x").reshape(1, -1, self.fan_in), output)])
+            record(_first(args, kwargs, "input", "x").reshape(1, -1, self.fan_in), output)
 
         return module.register_forward_hook(hook, with_kwargs=True, prepend=True)
 
@@ -219,20 +217,15 @@ class ConvLayer(Layer):
         return []
 
     def watch(self, module: nn.Module, record: Record) -> RemovableHandle:
-        """Rows are patches, cut out a few images at a time so that memory stays flat."""
+        """Rows are patches, handed over as a view of the images: whoever needs them copies a few at a time."""
 
         def hook(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Tensor) -> None:
-            record(self._pieces(module, _first(args, kwargs, "input", "x"), output))
+            x = _first(args, kwargs, "input", "x")
+            if x.ndim == self.weight.ndim - 1:  # one image without a batch dimension
+                x, output = x.unsqueeze(0), output.unsqueeze(0)
+            record(self.windows(module, x), output)
 
         return module.register_forward_hook(hook, with_kwargs=True, prepend=True)
-
-    def _pieces(self, module: nn.Module, x: Tensor, output: Tensor) -> Iterator[tuple[Rows, Tensor]]:
-        if x.ndim == self.weight.ndim - 1:  # one image without a batch dimension
-            x, output = x.unsqueeze(0), output.unsqueeze(0)
-        entries = output[0, 0].numel() * self.groups * self.fan_in if len(x) else 1
-        step = max(1, CHUNK_ELEMENTS // max(1, entries))
-        for images, outputs in zip(torch.split(x, step), torch.split(output, step), strict=True):
-            yield self.patches(module, images), outputs
 
     def patches(self, module: nn.Module, x: Tensor) -> Rows:
         """Patches (groups, n, d) of images (b, c, …), padded, strided and dilated as the layer itself does it.
@@ -241,18 +234,29 @@ class ConvLayer(Layer):
         >>> ConvLayer("conv", conv).patches(conv, torch.zeros(5, 2, 8, 8)).shape
         torch.Size([1, 80, 8])
         """
+        return self.windows(module, x).reshape(self.groups, -1, self.fan_in)
+
+    def windows(self, module: nn.Module, x: Tensor) -> Rows:
+        """The patches as a view (groups, b, *positions, c / groups, *kernel) of the padded images.
+
+        >>> conv = nn.Conv2d(2, 3, kernel_size=2, stride=2)
+        >>> ConvLayer("conv", conv).windows(conv, torch.zeros(5, 2, 8, 8)).shape
+        torch.Size([1, 5, 4, 4, 2, 2, 2])
+        """
         assert isinstance(module, nn.modules.conv._ConvNd)
-        mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
-        x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
+        if any(module._reversed_padding_repeated_twice):
+            mode = "constant" if module.padding_mode == "zeros" else module.padding_mode
+            x = F.pad(x, module._reversed_padding_repeated_twice, mode=mode)
         spatial = len(module.kernel_size)
         for axis, (size, stride, dilation) in enumerate(
             zip(module.kernel_size, module.stride, module.dilation, strict=True), start=2
         ):
             x = x.unfold(axis, dilation * (size - 1) + 1, stride)[..., ::dilation]
-        x = x.reshape(x.shape[0], self.groups, -1, *x.shape[2:])  # (b, groups, c / groups, *positions, *kernel)
+        split = x.shape[0], self.groups, x.shape[1] // self.groups
+        x = x.view(*split, *x.shape[2:])  # (b, groups, c / groups, *positions, *kernel)
         positions = range(3, 3 + spatial)
         kernel = range(3 + spatial, 3 + 2 * spatial)
-        return x.permute(1, 0, *positions, 2, *kernel).reshape(self.groups, -1, self.fan_in)
+        return x.permute(1, 0, *positions, 2, *kernel)
 
     @staticmethod
     def apply(module: nn.Module, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -306,7 +310,7 @@ class AttentionInput(Layer):
             bias = None if self.bias is None else matrix[:, -1]
             rows = x.reshape(1, -1, self.fan_in)
             outputs = F.linear(rows, matrix[:, : self.fan_in].to(rows), None if bias is None else bias.to(rows))
-            record([(rows, outputs)])
+            record(rows, outputs)
 
         return module.register_forward_hook(hook, with_kwargs=True, prepend=True)
 
@@ -346,7 +350,7 @@ class AttentionOutput(LinearLayer):
                 context, _ = torch.func.functional_call(attention, replaced, args, {**kwargs, "need_weights": False})
             finally:
                 busy = False
-            record([(context.reshape(1, -1, self.fan_in), output[0])])
+            record(context.reshape(1, -1, self.fan_in), output[0])
 
         return self.parent.register_forward_hook(hook, with_kwargs=True, prepend=True)
 

@@ -53,13 +53,6 @@ class Moments:
         self.energy.add_(other.energy, alpha=weight)
         self.calls += other.calls
 
-    def add_rows_(self, gram: Gram, energy: Tensor, calls: int) -> None:
-        """Add rows seen under the anchor itself: they enter S₀ and the energy alone."""
-        self.gram.matrix += gram.matrix
-        self.gram.count += gram.count
-        self.energy += energy
-        self.calls += calls
-
     def drift(self, change: Tensor) -> Tensor:
         """Σ‖(W − W_t) x‖² of each group (groups,) for D = W − W_a (groups, o, d) in float64."""
         if not bool(change.any()):

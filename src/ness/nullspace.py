@@ -19,6 +19,7 @@ from ness.discovery import discover
 from ness.errors import NessError, NessWarning
 from ness.gram import Gram
 from ness.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
+from ness.moments import Moments
 from ness.names import as_patterns
 from ness.norms import affine_parameters, read_norms, uses_batch_statistics, write_norms
 from ness.observe import Forward, Recorder, batches_of, call_model, watching
@@ -136,12 +137,15 @@ class NullSpace:
                 model is called with; any other form needs `forward`.
             forward: `forward(model, batch)`, how the model is run on one batch.
             task: names what the model knows now ("first" by default).
+
+        NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
+        or within 64 batches, since asking the device after each would make it wait.
         """
         with self._watching(task) as recorder:
             for index, batch in enumerate(batches_of(batches)):
-                recorder.staged.clear()
+                recorder.drop()
                 call_model(self.model, batch, forward)
-                self._commit(recorder, f"batch {index}")
+                recorder.end(f"batch {index}")
 
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
@@ -152,12 +156,12 @@ class NullSpace:
             def begins(*_: Any) -> None:
                 nonlocal inside
                 if inside:  # the pass before broke off and the caller went on: nothing of it counts
-                    recorder.staged.clear()
+                    recorder.drop()
                 inside = True
 
             def ends(*_: Any) -> None:
                 nonlocal passes, inside
-                self._commit(recorder, f"pass {passes}")
+                recorder.end(f"pass {passes}")
                 passes, inside = passes + 1, False
 
             handles = [self.model.register_forward_pre_hook(begins), self.model.register_forward_hook(ends)]
@@ -166,7 +170,7 @@ class NullSpace:
             finally:
                 for handle in handles:
                     handle.remove()
-            self._commit(recorder, "last pass")
+            recorder.end("last pass")
 
     @contextmanager
     def _watching(self, task: str | None) -> Iterator[Recorder]:
@@ -175,21 +179,34 @@ class NullSpace:
         self._tasks.name_observed(task)
         for protected in self._protected.values():
             protected.settle()
-        devices = {name: self._device(name) for name in self._found.layers}
-        recorder = Recorder(devices, self.statistics_dtype)
-        with watching(self.model, self._found.layers.values(), recorder):
-            yield recorder
+        known = set(self._protected)
+        recorder = Recorder(self._ledger, self.statistics_dtype)
+        try:
+            with watching(self.model, self._found.layers.values(), recorder.record):
+                yield recorder
+            recorder.check()
+        except BaseException as error:
+            try:
+                recorder.check()
+            except NessError as problem:
+                error.add_note(str(problem))
+            raise
+        finally:
+            unseen = [name for name, held in self._protected.items() if name not in known and held.gram.count == 0]
+            for name in unseen:
+                del self._protected[name]
+            for protected in self._protected.values():
+                protected.absorb()
 
     def _device(self, name: str) -> torch.device:
         if name in self._protected:
             return self._protected[name].anchor.device
         return self.statistics_device or self._found.layers[name].weight.device
 
-    def _commit(self, recorder: Recorder, where: str) -> None:
-        taken = recorder.take(where)
-        self._protect(taken.keys())
-        for name, staged in taken.items():
-            self._protected[name].commit(staged)
+    def _ledger(self, name: str) -> Moments:
+        if name not in self._protected:
+            self._protect([name])
+        return self._protected[name].ledger()
 
     def _protect(self, names: Iterable[str]) -> None:
         """Open the books of layers that are seen for the first time, in the model's order on every rank."""

@@ -4,61 +4,118 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ness.errors import NessError
-from ness.gram import Gram, gram_of_rows, with_ones
-from ness.layers import Layer, Rows
+from ness.gram import add_gram_
+from ness.layers import Layer, Record, Rows
+from ness.moments import Moments
 
 Forward = Callable[[nn.Module, Any], Any]
 
 
-class Staged:
-    """What one forward pass has shown of one layer, not yet part of its statistics."""
+READ_EVERY = 64  # passes between two looks at what the device found: a long pass over bad data does not go on for ever
 
-    def __init__(self, layer: Layer, device: torch.device) -> None:
-        self.gram = Gram.zeros(layer.groups, layer.width, device)
-        self.energy = torch.zeros((), dtype=torch.float64, device=device)
-        self.calls = 0
+
+@dataclass
+class Staged:
+    """What the pass under way has shown of one layer: its Gram so far and this pass's rows on top."""
+
+    matrix: Tensor  # C + Xᵀ X, (groups, width, width)
+    energy: Tensor  # Σ‖y‖² of this pass, ()
+    count: int = 0
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that has ended: what was booked for each layer, and whether each layer's inputs were finite."""
+
+    where: str
+    rows: Mapping[str, int]
+    calls: Mapping[str, int]
+    finite: Tensor  # (layers,), bool, on the device
 
 
 class Recorder:
-    """Collects one forward pass at a time and hands it over when the pass is complete and finite."""
+    """Adds forward passes to layers' moments, each whole or not at all, without waiting for the device.
 
-    def __init__(self, devices: Mapping[str, torch.device], dtype: torch.dtype) -> None:
-        self.devices, self.dtype = devices, dtype
+    A pass with NaN or Inf in any layer's input, and every pass after it, adds nothing: the device itself holds the flag
+    that decides. The host learns of it in `check`.
+    """
+
+    def __init__(self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64) -> None:
+        self.open_books, self.dtype = open_books, dtype
         self.staged: dict[str, Staged] = {}
+        self.unread: list[Pass] = []
+        self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
 
-    def record(self, layer: Layer, pieces: Iterable[tuple[Rows, Tensor]]) -> None:
-        """Add one forward call of one layer."""
+    def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        """Add one forward call of one layer to the pass under way."""
+        books, added = self.open_books(layer.name), energy(outputs)
         staged = self.staged.get(layer.name)
         if staged is None:
-            staged = self.staged[layer.name] = Staged(layer, self.devices[layer.name])
+            staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
+        else:
+            staged.energy = staged.energy + added
+        add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
+        staged.count += rows.numel() // (layer.groups * layer.fan_in)
         staged.calls += 1
-        for rows, outputs in pieces:
-            wide = with_ones(rows) if layer.bias is not None else rows
-            staged.gram.matrix += gram_of_rows(wide.detach(), self.dtype).to(staged.gram.matrix.device)
-            staged.gram.count += rows.shape[1]
-            staged.energy += energy(outputs).to(staged.energy.device)
 
-    def take(self, where: str) -> dict[str, Staged]:
-        """The finished pass; NaN or Inf anywhere is an error, and nothing of the pass counts."""
+    def drop(self) -> None:
+        """Forget the pass under way: it broke off."""
+        self.staged = {}
+
+    def end(self, where: str) -> None:
+        """The pass is complete: it counts if it and all before it were finite."""
         staged, self.staged = self.staged, {}
         if not staged:
-            return {}
-        # diagonals alone: an entry of x that is not finite makes its own square so; and one answer for all layers
-        finite = [torch.isfinite(part.gram.matrix.diagonal(dim1=-2, dim2=-1)).all() for part in staged.values()]
-        answers = torch.stack([flag.to(finite[0].device) for flag in finite]).tolist()
-        for name, fine in zip(staged, answers, strict=True):
-            if not fine:
-                raise NessError(
-                    f"layer {name!r}: NaN or Inf in its input ({where}); this batch was left out of the statistics. "
+            return
+        home = next(iter(staged.values())).matrix.device
+        # diagonals alone: an entry of x that is not finite makes its own square so, and no square takes it away
+        sizes = [part.matrix.diagonal(dim1=-2, dim2=-1).sum().to(home) for part in staged.values()]
+        finite = torch.stack(sizes) < torch.inf
+        self.fine = finite.all() if self.fine is None else self.fine.to(home) & finite.all()
+        energies = torch.where(self.fine, torch.stack([part.energy.to(home) for part in staged.values()]), 0.0)
+        for (name, part), added in zip(staged.items(), energies.unbind(), strict=True):
+            books = self.open_books(name)
+            total = books.gram.matrix
+            torch.where(self.fine.to(total.device), part.matrix, total, out=total)  # 0·NaN is NaN, so no product
+            books.energy += added.to(total.device)
+            books.gram.count += part.count
+            books.calls += part.calls
+        counts = {name: part.count for name, part in staged.items()}
+        self.unread.append(Pass(where, counts, {name: part.calls for name, part in staged.items()}, finite))
+        if len(self.unread) >= READ_EVERY:
+            self.check()
+
+    def check(self) -> None:
+        """Wait for the device; where a pass held NaN or Inf, take back what was booked since, and say where it was."""
+        unread, self.unread = self.unread, []
+        if not unread:
+            return
+        home = unread[0].finite.device
+        answers = torch.cat([one.finite.to(home) for one in unread]).tolist()
+        problem = None
+        for one in unread:
+            found, answers = answers[: len(one.rows)], answers[len(one.rows) :]
+            if problem is None and not all(found):
+                name = list(one.rows)[found.index(False)]
+                problem = (
+                    f"layer {name!r}: NaN or Inf in its input ({one.where}); the statistics are those before it. "
                     "Clean the data, or exclude the layer"
                 )
-        return staged
+            if problem is not None:
+                for name, count in one.rows.items():
+                    books = self.open_books(name)
+                    books.gram.count -= count
+                    books.calls -= one.calls[name]
+        if problem is not None:
+            raise NessError(problem)
 
 
 def energy(outputs: Tensor) -> Tensor:
@@ -68,12 +125,15 @@ def energy(outputs: Tensor) -> Tensor:
     """
     dtype = torch.promote_types(outputs.dtype, torch.float32)
     norms: Tensor = torch.linalg.vector_norm(outputs.detach(), dim=-1, dtype=dtype)
-    return norms.to(torch.float64).square().sum()
+    wide = norms.flatten().to(torch.float64)
+    return wide.dot(wide)
 
 
 @contextmanager
-def watching(model: nn.Module, layers: Iterable[Layer], recorder: Recorder) -> Iterator[None]:
-    """Eval mode, no autograd, hooks on every layer; everything as before afterwards.
+def watching(
+    model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
+) -> Iterator[None]:
+    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
 
     Attention's fast paths read weights without calling the layers; they are switched off meanwhile.
     """
@@ -84,7 +144,7 @@ def watching(model: nn.Module, layers: Iterable[Layer], recorder: Recorder) -> I
         torch.backends.mha.set_fastpath_enabled(False)
         for layer in layers:
             for module in layer.modules:
-                handles.append(layer.watch(module, _bound(recorder, layer)))
+                handles.append(layer.watch(module, _bound(record, layer)))
         model.eval()
         with torch.no_grad():
             yield
@@ -96,8 +156,8 @@ def watching(model: nn.Module, layers: Iterable[Layer], recorder: Recorder) -> I
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
-def _bound(recorder: Recorder, layer: Layer) -> Callable[[Iterable[tuple[Rows, Tensor]]], None]:
-    return lambda pieces: recorder.record(layer, pieces)
+def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Record:
+    return lambda rows, outputs: record(layer, rows, outputs)
 
 
 def batches_of(batches: Any) -> Iterable[Any]:

@@ -14,7 +14,6 @@ from ness.errors import NessError
 from ness.gram import Gram
 from ness.layers import Layer
 from ness.moments import Moments
-from ness.observe import Staged
 from ness.private import PrivateColumns, PrivatePart, columns_in_training, decompose_beside
 from ness.relative import Books, Relative, shrink, travelled
 from ness.rules import Rule, Selection
@@ -119,14 +118,21 @@ class Protected:
             self.relative.move_anchor_(change)
         self.anchor = now
 
-    def commit(self, staged: Staged) -> None:
-        """Take a finished pass into the statistics."""
-        targets = self._known()
-        if distributed.active():
-            self.pending = self.pending or self._no_rows()
-            targets = [self.pending]
-        for target in targets:
-            target.add_rows_(staged.gram, staged.energy, staged.calls)
+    def ledger(self) -> Moments:
+        """Where new rows are added: straight to the moments, or where several are to have them to what is pending."""
+        if not distributed.active() and self.relative is None:
+            return self.moments
+        if self.pending is None:
+            self.pending = self._no_rows()
+        return self.pending
+
+    def absorb(self) -> None:
+        """What was observed is complete: among one process alone every moment takes it."""
+        if self.pending is None or distributed.active():
+            return
+        for target in self._known():
+            target.add_(self.pending)
+        self.pending = None
 
     def _known(self) -> list[Moments]:
         """The moments that new rows enter."""

@@ -1,16 +1,17 @@
 """What a layer sees: the input rows X (n, d) of every layer of the backbone on a few images drawn from a task."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Generator, Tensor
 
 from ness.discovery import discover
 from ness.errors import NessError
-from ness.gram import Gram, with_ones
+from ness.gram import Gram, widened
 from ness.lab.loader import Batch, Samples, fixed_order
 from ness.lab.nets.base import Network
 from ness.layers import Layer, Rows
+from ness.moments import Moments
 from ness.observe import Recorder, watching
 
 Layers = dict[str, Layer]
@@ -54,24 +55,17 @@ def check_images(images: Sequence[int], samples: int, layers: Layers) -> None:
         raise NessError(f"layer_images is {tuple(images)}, expected numbers from 1 to samples, which is {samples}")
 
 
-class _Collector(Recorder):
-    """Keeps the rows of the first `most[layer]` images of a pass instead of summing them up."""
+class _Collector:
+    """Keeps the rows of the first `most[layer]` images of a pass."""
 
     def __init__(self, most: dict[str, int]) -> None:
-        super().__init__({}, torch.float64)
         self.most = most
         self.kept: dict[str, list[Tensor]] = {name: [] for name in most}
 
-    def record(self, layer: Layer, pieces: Iterable[tuple[Rows, Tensor]]) -> None:
+    def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         """Add one forward call of one layer, as far as it is wanted."""
-        left = self.most[layer.name]
-        for rows, outputs in pieces:
-            if left <= 0:
-                break
-            positions = rows.shape[1] // len(outputs)  # rows an image
-            wide = with_ones(rows) if layer.bias is not None else rows
-            self.kept[layer.name].append(wide[0, : left * positions].detach().to(torch.float64))
-            left -= len(outputs)
+        count = self.most[layer.name] * rows.shape[1] // len(outputs)
+        self.kept[layer.name].append(widened(rows.detach()[:, :count], layer.fan_in, layer.width, torch.float64)[0])
 
 
 def input_rows(model: Network, layers: Layers, images: Tensor, counts: Sequence[int] = ()) -> dict[str, Tensor]:
@@ -82,7 +76,7 @@ def input_rows(model: Network, layers: Layers, images: Tensor, counts: Sequence[
     """
     most = {name: (counts[number] if counts else len(images)) for number, name in enumerate(layers)}
     collector = _Collector(most)
-    with watching(model, layers.values(), collector):
+    with watching(model, layers.values(), collector.record):
         model.features(images)
     return {name: torch.cat(kept) for name, kept in collector.kept.items()}
 
@@ -90,11 +84,11 @@ def input_rows(model: Network, layers: Layers, images: Tensor, counts: Sequence[
 def input_grams(model: Network, layers: Layers, samples: Samples, size: int) -> dict[str, Gram]:
     """The Gram Xᵀ X of every layer's inputs on all of a task's images, `size` at a time in a fixed random order."""
     device = samples.labels.device
-    recorder = Recorder(dict.fromkeys(layers, device), torch.float64)
-    total = {name: Gram.zeros(1, layer.width, device) for name, layer in layers.items()}
-    with watching(model, layers.values(), recorder):
+    books = {name: Moments.zeros(1, layer.outputs, layer.width, device) for name, layer in layers.items()}
+    recorder = Recorder(books.__getitem__)
+    with watching(model, layers.values(), recorder.record):
         for batch in samples.batches(fixed_order(len(samples), samples.task, "train", device), size):
             model.features(batch.images)
-            for name, staged in recorder.take(f"task {samples.task + 1}").items():
-                total[name] = total[name] + staged.gram
-    return total
+            recorder.end(f"task {samples.task + 1}")
+    recorder.check()
+    return {name: held.gram for name, held in books.items()}
