@@ -6,7 +6,6 @@ constrained.
 
 import argparse
 import time
-from collections.abc import Generator
 from functools import partial
 
 import torch
@@ -17,6 +16,7 @@ from ness.lab.capture import CapturedRunner, PlainRunner
 from ness.lab.environment import repeatable
 from ness.lab.jobs import resolve
 from ness.lab.lanes import side_by_side
+from ness.lab.pauses import Pausing
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
 
@@ -34,9 +34,7 @@ def stream(size: int, classes: int, request: Request) -> Stream:
     return Stream("random", tuple(tasks))
 
 
-def lane(
-    method: str, network: str, size: int, seed: int, captured: bool, device: torch.device
-) -> Generator[None, None, list[float]]:
+def lane(method: str, network: str, size: int, seed: int, captured: bool, device: torch.device) -> Pausing[list[float]]:
     """Trains two tasks; the moments at which the epochs of the second ended."""
     bench = Benchmark("random", "", network, 2, partial(stream, size, 10))
     job = resolve(method, bench, changes={"epochs": EPOCHS, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4})
@@ -45,11 +43,9 @@ def lane(
     trainer = Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner)
     ends: list[float] = []
     while not trainer.done:
-        if trainer.launch() is None:
-            yield
-            trainer.collect()
-            if trainer.at == 1:
-                ends.append(time.perf_counter())
+        event = yield from trainer.unit()
+        if event.kind == "epoch" and trainer.at == 1:
+            ends.append(time.perf_counter())
     return ends
 
 

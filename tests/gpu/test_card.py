@@ -83,9 +83,7 @@ def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object
 def _lane(seed: int, method: str):  # type: ignore[no-untyped-def]
     trainer = tiny.trainer(method, seed, epochs=3, runner=CapturedRunner(), device=CARD)
     while not trainer.done:
-        if trainer.launch() is None:
-            yield
-            trainer.collect()
+        yield from trainer.unit()
     return trainer
 
 

@@ -1,5 +1,7 @@
 """The loop: what trains, that it repeats, that it can be cut anywhere and taken up bit for bit."""
 
+from collections import Counter
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,9 @@ import tiny
 from ness import NessError
 from ness.lab import checkpoint, registry
 from ness.lab.capture import PlainRunner
+from ness.lab.lanes import side_by_side
 from ness.lab.methods.base import Method, MethodSpec
+from ness.lab.pauses import to_the_end
 
 METHODS = sorted(registry.all_methods())
 VARIANTS = {
@@ -84,14 +88,43 @@ def test_steps_of_two_runs_interleaved_within_an_epoch() -> None:
     ]
     for _ in range(3):
         for lane in lanes:
-            assert lane.launch() is not None  # the task begins
-        for lane in lanes:
-            assert lane.launch() is None  # the epoch is on its way
-        for lane in lanes:
-            assert lane.collect().kind == "epoch"
-            assert lane.launch() is not None  # and the task is learnt
+            assert lane.advance().kind == "task"
+        epochs = [lane.unit() for lane in lanes]
+        for epoch in epochs:
+            next(epoch)  # it is on its way
+        for lane, epoch in zip(lanes, epochs, strict=True):
+            assert to_the_end(epoch).kind == "epoch"
+            assert lane.advance().kind == "learnt"
     assert all(tiny.same(one, other) for one, other in zip(alone, lanes, strict=True))
     assert all(runner.epochs == 3 for runner in runners)
+
+
+@pytest.mark.parametrize("changes", [{}, {"statistics": "recomputed"}], ids=str)
+def test_runs_that_take_turns_at_every_pause_end_as_if_alone(changes: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = [tiny.to_the_end(tiny.trainer("ness", seed, epochs=1, **changes)) for seed in (1, 2)]
+    monkeypatch.setattr("ness.lab.methods.ness.BATCHES_A_CALL", 1)
+    lanes = [tiny.trainer("ness", seed, epochs=1, **changes) for seed in (1, 2)]
+    pauses: Counter[str] = Counter()
+
+    def whole(one):
+        while not one.done:
+            work = one.unit()
+            seen = 0
+            while True:
+                try:
+                    next(work)
+                except StopIteration as end:
+                    pauses[end.value.kind] += seen
+                    break
+                seen += 1
+                assert torch.is_grad_enabled()  # nothing of the process's own is held open
+                yield
+
+    side_by_side([partial(whole, one) for one in lanes], torch.device("cpu"), 2)
+    assert all(tiny.same(one, other) for one, other in zip(alone, lanes, strict=True))
+    # two lanes; 4 batches a task: after tasks 1 and 2, or of task 1 before task 2 and of both before task 3
+    before, after = (12, 0) if changes else (0, 8)
+    assert pauses == {"task": 2 * before, "epoch": 2 * 3, "learnt": 2 * (after + 1 + 2 + 3)}
 
 
 class Stepwise(PlainRunner):

@@ -1,20 +1,22 @@
 """Several runs side by side on one card, each a lane: a stream, graphs and generators of its own.
 
-One network of the paper's size cannot fill a card. A run pauses whenever it has put an epoch on the card; the host then
-turns to the lane whose epoch is ready. Lanes share nothing but the card, so a run ends as it would have ended alone.
+One network of the paper's size cannot fill a card. A run pauses whenever it has put an epoch on the card, or a stretch
+of what its method does between tasks; the host then turns to a lane whose work is done. Lanes share nothing but the
+card, so a run ends as it would have ended alone.
 """
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import torch
 
 from ness.errors import NessError
+from ness.lab.pauses import Pausing
 
 Result = TypeVar("Result")
-Run = Callable[[], Generator[None, None, Result]]
+Run = Callable[[], Pausing[Result]]
 SMALL_CARD = 8 << 30  # bytes that one lane may need, data and graphs included, on the largest benchmark
 MOST_LANES = 5  # more lanes of the paper's networks bring nothing on one card
 
@@ -24,7 +26,7 @@ class Lane:
     """A run under way: its place in the list, its pauses, and the stream and event it waits for."""
 
     number: int
-    work: "Generator[None, None, object]"
+    work: "Pausing[object]"
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None = None
 

@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from ness.lab.checkpoint import write_json
 from ness.lab.folder import RunFolder
 from ness.lab.jobs import SCHEMA, Job
 from ness.lab.metrics import scores
+from ness.lab.pauses import Pausing, to_the_end
 from ness.lab.streams.base import Stream
 from ness.lab.train import Event, Trainer
 
@@ -54,16 +55,10 @@ def folder_of(job: Job, seed: int, out: Path) -> Path:
 
 def run(job: Job, seed: int, options: Options, listen: Listener = lambda event: None) -> Outcome:
     """Runs a job with a seed to its end, or returns the result that is there."""
-    work = running(job, seed, options, listen)
-    while True:
-        try:
-            next(work)
-        except StopIteration as end:
-            outcome: Outcome = end.value
-            return outcome
+    return to_the_end(running(job, seed, options, listen))
 
 
-def running(job: Job, seed: int, options: Options, listen: Listener) -> Generator[None, None, Outcome]:
+def running(job: Job, seed: int, options: Options, listen: Listener) -> Pausing[Outcome]:
     """A run that pauses whenever it has put work on the device and waits for it, so that others can go on."""
     folder = RunFolder(folder_of(job, seed, options.out))
     if not options.again and (found := folder.result()) is not None:
@@ -146,17 +141,14 @@ def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen:
 
 def _carry_on(
     folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener
-) -> Iterator[None]:
+) -> Pausing[None]:
     """Unit after unit to the end, with a checkpoint every so many seconds; pauses while the device works."""
     saved = time.monotonic()
     pause = options.save_every
     if pause is None:
         pause = 120.0 if trainer.device.type == "cuda" else 30.0  # a card does four times as much in between
     while not trainer.done:
-        event = trainer.launch()
-        if event is None:
-            yield
-            event = trainer.collect()
+        event = yield from trainer.unit()
         folder.log(event.kind, event.facts)
         if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= pause:
             tensors, manifest = trainer.state()

@@ -14,6 +14,7 @@ from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
 from ness.lab.loader import SPLITS, Samples, SplitName, fixed_order, on_device, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
 from ness.lab.nets.base import Network, NetworkSpec, build
+from ness.lab.pauses import Pausing, carried_out, to_the_end
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training, part_of
 from ness.lab.step import Inputs
@@ -34,8 +35,8 @@ class Trainer:
     """One seed of one setting, from the first task to the last.
 
     `advance` does one unit of work (begin a task, one epoch, finish a task) and says what happened; between units
-    `state` is all there is to save. `launch` and `collect` are the unit in two parts, for whoever runs several
-    trainers side by side on one device.
+    `state` is all there is to save. `unit` is the same with pauses, for whoever runs several trainers side by side on
+    one device.
     """
 
     def __init__(
@@ -49,7 +50,6 @@ class Trainer:
         runner: Runner | None = None,
     ) -> None:
         self.runner = runner or PlainRunner()
-        self._waiting: tuple[float, torch.Tensor] | None = None  # an epoch on its way: when it began, its numbers
         self.device = device or torch.device("cpu")
         self.spec, self.stream = method, stream
         self.training: Training = part_of(settings, Training)
@@ -90,39 +90,36 @@ class Trainer:
 
     def advance(self) -> Event:
         """One unit of work, to its end."""
-        return self.launch() or self.collect()
+        return to_the_end(self.unit())
 
-    def launch(self) -> Event | None:
-        """One unit of work; of an epoch only what needs no answer from the device: then None, and `collect` ends it."""
+    def unit(self) -> Pausing[Event]:
+        """One unit of work; pauses when an epoch, or a stretch of what is done between tasks, is on the device."""
         began = time.perf_counter()
-        if self.learning is None:
-            event = self.begin()
-            self._current().seconds += time.perf_counter() - began
-            return event
-        if self.learning.over:
-            return self.finish(began)
-        loss = self.runner.steps(self.learning, self.open_epoch())
-        self._waiting = (
-            began,
-            torch.stack([loss.to(torch.float64), *self.runner.evaluation(self.learning, self._valid)]),
-        )
-        return None
-
-    def collect(self) -> Event:
-        """Waits for the epoch that was launched, moves the schedule and reports."""
-        assert self._waiting is not None
-        (began, numbers), self._waiting = self._waiting, None
-        event = self.close_epoch(*numbers.tolist())
+        learning = self.learning
+        if learning is None:
+            event = yield from self._begin()
+        elif learning.over:
+            return (yield from self._finish(began))
+        else:
+            event = yield from self._epoch()
         self._current().seconds += time.perf_counter() - began
         return event
 
-    def begin(self) -> Event:
+    def _epoch(self) -> Pausing[Event]:
+        """One epoch and its validation: all of it on its way before the host asks for a number."""
+        learning = self._current()
+        loss = self.runner.steps(learning, self.open_epoch())
+        numbers = torch.stack([loss.to(torch.float64), *self.runner.evaluation(learning, self._valid)])
+        yield
+        return self.close_epoch(*numbers.tolist())
+
+    def _begin(self) -> Pausing[Event]:
         """Starts the next task."""
         lesson = self._lesson()
         self.start = copies(live_tensors(self.method, ()))
         open_for(self.context.model, lesson)
         self.context.model.eval()
-        self.method.before_task(lesson)
+        yield from carried_out(self.method.before_task(lesson))
         self.learning = Learning(self.method, lesson, self.context)
         trained = sum(parameter.numel() for parameter in self.learning.trained)
         return Event("task", {"task": lesson.task, "name": self._name(), "trained": trained})
@@ -167,18 +164,20 @@ class Trainer:
         learning.judge(valid)
         return Event("epoch", facts)
 
-    def finish(self, began: float) -> Event:
+    def _finish(self, began: float) -> Pausing[Event]:
         """Ends a task: best weights in place, the method's own end of task, and a row of the accuracy matrix."""
         learning = self._current()
         learning.finish()
         self.context.model.eval()
-        notes = dict(self.method.after_task(learning.lesson))
-        row: list[float | None] = [None] * len(self.stream)
+        notes = dict((yield from carried_out(self.method.after_task(learning.lesson))))
         seen = learning.lesson.tasks[-1] + 1
+        right = []
         for task in range(seen):
             self.method.use(task)
-            row[task] = float(self._evaluate(task, "test")[1])
+            right.append(self._evaluate(task, "test")[1])
+            yield
         self.method.use(seen - 1)
+        row: list[float | None] = [*torch.stack(right).tolist(), *[None] * (len(self.stream) - seen)]
         learning.seconds += time.perf_counter() - began
         facts = {
             "task": learning.lesson.task,

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Literal
 
 from torch import Tensor, nn
@@ -11,7 +12,10 @@ from ness.errors import NessError
 from ness.lab.loader import Samples, fixed_order, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
+from ness.lab.pauses import Pausing
 from ness.lab.settings import setting
+
+BATCHES_A_CALL = 16  # observed between two pauses
 
 
 @dataclass(frozen=True)
@@ -53,14 +57,14 @@ class Ness(Method):
     def _new_guard(self) -> "ness.NullSpace":
         return ness.NullSpace(self.model, rule=rule_of(self.own), exclude=["heads"], norm="freeze")
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: Lesson) -> Pausing[None]:
         """Confines every layer of the backbone, from the second task on; the task's own head stays free."""
         if lesson.task == 0:
             return
         if self.own.statistics == "recomputed":
             self.guard = self._new_guard()
             protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
-            self._observe(protected)
+            yield from self._observe(protected)
         training = self.context.training
         plain = training.optimizer in ("sgd", "sgdm") or (training.optimizer == "sam" and training.sam_tasks == "first")
         self.guard.constrain(form="sgd" if plain else "any")
@@ -69,7 +73,7 @@ class Ness(Method):
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
         return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
         """Merges the update into plain weights and takes this task's Grams; says what every layer may have lost."""
         notes: dict[str, Any] = {}
         if lesson.task > 0:
@@ -78,12 +82,15 @@ class Ness(Method):
         last = lesson.task == self.context.tasks - 1
         wanted = self.own.history == "all" or lesson.task == 0
         if self.own.statistics == "kept" and wanted and not last:
-            self._observe((lesson.train,))
+            yield from self._observe((lesson.train,))
         return notes
 
-    def _observe(self, tasks: tuple[Samples, ...]) -> None:
+    def _observe(self, tasks: tuple[Samples, ...]) -> Pausing[None]:
+        """A few batches a call, with a pause after each: the statistics are the same, bit for bit."""
         batches = observed(tasks, self.context.training.batch, mixed=self.own.borders == "mixed")
-        self.guard.observe(batches, forward=features_of)
+        while few := list(islice(batches, BATCHES_A_CALL)):
+            self.guard.observe(few, forward=features_of)
+            yield
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The guard: Grams, bases and updates."""
