@@ -1,9 +1,12 @@
 """Where a run took place: versions, machine, threads, memory; what a record needs so that a number can be judged."""
 
+import os
 import platform
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +39,15 @@ def peak_memory(device: torch.device) -> int | None:
         return None
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
+
+
+def process_age() -> float | None:
+    """Seconds since this process began; None where the system does not say."""
+    try:
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):  # not a Linux system
+        return None
 
 
 SMALL = 1_000_000  # parameters; below, a second thread only waits for the first

@@ -21,6 +21,7 @@ class Grid:
 
     outcomes: list[Outcome] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    on_card: bool = False
 
 
 def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[str, Any]) -> list[Job]:
@@ -46,9 +47,9 @@ def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callabl
     """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on."""
     asked = list(work)
     plan.note(options.out, asked)
-    grid = Grid()
     runs = [partial(running, job, seed, options, listener(job, seed)) for job, seed in asked]
     device = choose_device(options.device)
+    grid = Grid(on_card=device.type == "cuda")
     with repeatable(device):
         ends = side_by_side(runs, device, lanes_for(device, options.lanes))
     for (job, seed), end in zip(asked, ends, strict=True):

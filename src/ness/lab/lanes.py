@@ -5,6 +5,7 @@ of what its method does between tasks; the host then turns to a lane whose work 
 card, so a run ends as it would have ended alone.
 """
 
+import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -29,6 +30,7 @@ class Lane:
     work: "Pausing[object]"
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None = None
+    waited: float | None = None  # seconds the host has waited for it; None before it has begun
 
     def ready(self) -> bool:
         """Whether what it put on the device is done."""
@@ -36,11 +38,12 @@ class Lane:
 
     def go_on(self) -> None:
         """To the next pause; StopIteration carries the result."""
+        waited, self.waited = self.waited, 0.0
         if self.stream is None:
-            next(self.work)
+            self.work.send(waited)
             return
         with torch.cuda.stream(self.stream):
-            next(self.work)
+            self.work.send(waited)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(self.stream)
 
@@ -89,5 +92,7 @@ def _next(active: deque[Lane]) -> Lane:
             return lane
     lane = active.popleft()
     assert lane.event is not None
+    began = time.perf_counter()
     lane.event.synchronize()
+    lane.waited = time.perf_counter() - began
     return lane

@@ -2,9 +2,9 @@
 
 import time
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from ness.lab.folder import RunFolder
 from ness.lab.jobs import SCHEMA, Job
 from ness.lab.metrics import scores
 from ness.lab.pauses import Pausing, to_the_end
+from ness.lab.stopwatch import Stopwatch
 from ness.lab.streams.base import Stream
 from ness.lab.train import Event, Trainer
 
@@ -46,6 +47,7 @@ class Outcome:
     folder: Path
     result: dict[str, Any]
     how: Literal["run", "resumed", "there"]
+    times: Mapping[str, float] = field(default_factory=dict)  # seconds by phase in this process
 
 
 def folder_of(job: Job, seed: int, out: Path) -> Path:
@@ -70,21 +72,26 @@ def running(job: Job, seed: int, options: Options, listen: Listener) -> Pausing[
         elif (found := folder.result()) is not None:  # finished by whoever held it before
             return Outcome(folder.path, found, "there")
         folder.configure(_identity(job, seed))
-        device = environment.choose_device(options.device)
-        stream = job.load(seed, options.data)
-        name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
-        network = registry.find("network", name, registry.all_networks())
-        runner = runner_for(device, options.plain)
-        trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner)
-        listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
-        marks = {"data": fingerprint(stream), "device": device.type}
+        watch = Stopwatch()
+        with watch.phase("start"):
+            device = environment.choose_device(options.device)
+            stream = job.load(seed, options.data)
+            name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
+            network = registry.find("network", name, registry.all_networks())
+            runner = runner_for(device, options.plain)
+            trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner, watch)
+            listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
+            marks = {"data": fingerprint(stream), "device": device.type}
         size = sum(parameter.numel() for parameter in trainer.context.model.parameters())
         with environment.cpu_threads(options.threads, size) if device.type == "cpu" else nullcontext():
-            resumed = _take_up(folder, trainer, marks, listen)
-            yield from _carry_on(folder, trainer, marks, options, listen)
+            with watch.phase("start"):
+                resumed = _take_up(folder, trainer, marks, listen)
+            yield from watch.timed(_carry_on(folder, trainer, marks, options, listen))
+            with watch.phase("checkpoints"):
+                _save_weights(folder, trainer)
             result = _result(job, seed, trainer, stream, marks)
-            _conclude(folder, trainer, result)
-    return Outcome(folder.path, result, "resumed" if resumed else "run")
+            _conclude(folder, result)
+    return Outcome(folder.path, result, "resumed" if resumed else "run", watch.times())
 
 
 def fingerprint(stream: Stream) -> str:
@@ -151,8 +158,9 @@ def _carry_on(
         event = yield from trainer.unit()
         folder.log(event.kind, event.facts)
         if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= pause:
-            tensors, manifest = trainer.state()
-            checkpoint.write(folder.path, tensors, {"trainer": manifest, "marks": marks})
+            with trainer.watch.phase("checkpoints"):
+                tensors, manifest = trainer.state()
+                checkpoint.write(folder.path, tensors, {"trainer": manifest, "marks": marks})
             saved = time.monotonic()
         listen(event)
 
@@ -171,6 +179,7 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[s
         "epochs": trainer.epochs,
         "seconds": trainer.seconds,
         "total_seconds": sum(trainer.seconds),
+        "times": trainer.times(),
         "peak_memory": environment.peak_memory(trainer.device),
         "notes": trainer.notes,
         "data": {"fingerprint": marks["data"], **stream.notes},
@@ -178,8 +187,7 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[s
     }
 
 
-def _conclude(folder: RunFolder, trainer: Trainer, result: dict[str, Any]) -> None:
-    """Weights, then the result, then the checkpoints are dropped: at no moment is the run's end lost."""
+def _save_weights(folder: RunFolder, trainer: Trainer) -> None:
     weights = {
         name: value.detach().to("cpu").contiguous().clone()
         for name, value in trainer.context.model.state_dict().items()
@@ -192,6 +200,10 @@ def _conclude(folder: RunFolder, trainer: Trainer, result: dict[str, Any]) -> No
         raise NessError(
             f"cannot write {folder.path / 'model.safetensors'} ({error.strerror}); make room or rights"
         ) from error
+
+
+def _conclude(folder: RunFolder, result: dict[str, Any]) -> None:
+    """The weights are there; the result, then the checkpoints are dropped: at no moment is the run's end lost."""
     write_json(folder.path / "result.json", result)
     folder.log("finished", {"acc": result["acc"], "bwt": result["bwt"]})
     for path in checkpoint.paths(folder.path):

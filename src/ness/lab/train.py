@@ -18,6 +18,8 @@ from ness.lab.pauses import Pausing, carried_out, to_the_end
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training, part_of
 from ness.lab.step import Inputs
+from ness.lab.stopwatch import Stopwatch
+from ness.lab.stopwatch import together as together_in_time
 from ness.lab.streams.base import Stream
 
 Matrix = list[list[float | None]]  # A[t][i]: test accuracy of task i after task t, in percent
@@ -48,15 +50,18 @@ class Trainer:
         seed: int,
         device: torch.device | None = None,
         runner: Runner | None = None,
+        watch: Stopwatch | None = None,
     ) -> None:
         self.runner = runner or PlainRunner()
+        self.watch = watch or Stopwatch()
+        self.spent: dict[str, float] = {}  # seconds by phase before the run was cut
         self.device = device or torch.device("cpu")
         self.spec, self.stream = method, stream
         self.training: Training = part_of(settings, Training)
         self.random = Randomness.of(seed, self.device)
         model = self._built(network)
         own = part_of(settings, method.settings)
-        self.context = Context(model, self.training, own, len(stream), self.random, self.device)
+        self.context = Context(model, self.training, own, len(stream), self.random, self.device, self.watch)
         self.method: Method = method.build(self.context)
         self.data: dict[SplitName, list[Samples]] = {
             split: [on_device(getattr(task, split), task, i, self.device) for i, task in enumerate(stream.tasks)]
@@ -108,10 +113,14 @@ class Trainer:
     def _epoch(self) -> Pausing[Event]:
         """One epoch and its validation: all of it on its way before the host asks for a number."""
         learning = self._current()
-        loss = self.runner.steps(learning, self.open_epoch())
-        numbers = torch.stack([loss.to(torch.float64), *self.runner.evaluation(learning, self._valid)])
-        yield
-        return self.close_epoch(*numbers.tolist())
+        with self.watch.phase("steps"):
+            loss = self.runner.steps(learning, self.open_epoch())
+            with self.watch.phase("evaluation"):
+                judged = self.runner.evaluation(learning, self._valid)
+            numbers = torch.stack([loss.to(torch.float64), *judged])
+            yield
+            found = numbers.tolist()
+        return self.close_epoch(*found)
 
     def _begin(self) -> Pausing[Event]:
         """Starts the next task."""
@@ -119,7 +128,8 @@ class Trainer:
         self.start = copies(live_tensors(self.method, ()))
         open_for(self.context.model, lesson)
         self.context.model.eval()
-        yield from carried_out(self.method.before_task(lesson))
+        with self.watch.phase("statistics"):
+            yield from carried_out(self.method.before_task(lesson))
         self.learning = Learning(self.method, lesson, self.context)
         trained = sum(parameter.numel() for parameter in self.learning.trained)
         return Event("task", {"task": lesson.task, "name": self._name(), "trained": trained})
@@ -169,15 +179,17 @@ class Trainer:
         learning = self._current()
         learning.finish()
         self.context.model.eval()
-        notes = dict((yield from carried_out(self.method.after_task(learning.lesson))))
+        with self.watch.phase("statistics"):
+            notes = dict((yield from carried_out(self.method.after_task(learning.lesson))))
         seen = learning.lesson.tasks[-1] + 1
-        right = []
-        for task in range(seen):
-            self.method.use(task)
-            right.append(self._evaluate(task, "test")[1])
-            yield
-        self.method.use(seen - 1)
-        row: list[float | None] = [*torch.stack(right).tolist(), *[None] * (len(self.stream) - seen)]
+        with self.watch.phase("evaluation"):
+            right = []
+            for task in range(seen):
+                self.method.use(task)
+                right.append(self._evaluate(task, "test")[1])
+                yield
+            self.method.use(seen - 1)
+            row: list[float | None] = [*torch.stack(right).tolist(), *[None] * (len(self.stream) - seen)]
         learning.seconds += time.perf_counter() - began
         facts = {
             "task": learning.lesson.task,
@@ -219,8 +231,13 @@ class Trainer:
             "epochs": self.epochs,
             "seconds": self.seconds,
             "notes": self.notes,
+            "times": self.times(),
         }
         return tensors, manifest
+
+    def times(self) -> dict[str, float]:
+        """Seconds by phase, those before the run was cut included."""
+        return together_in_time(self.spent, self.watch.times())
 
     def load_state(self, tensors: Tensors, manifest: dict[str, Any]) -> None:
         """Puts a new trainer of the same settings where `state` was taken."""
@@ -230,6 +247,7 @@ class Trainer:
             parts[part][name] = value
         self.at, self.matrix = manifest["at"], manifest["matrix"]
         self.epochs, self.seconds, self.notes = manifest["epochs"], manifest["seconds"], manifest["notes"]
+        self.spent = manifest.get("times", {})
         in_task = manifest["learning"] is not None
         copy_into(live_tensors(self.method, ()), parts["start"] if in_task else parts["live"])
         if in_task:

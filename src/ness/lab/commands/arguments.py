@@ -32,6 +32,7 @@ class Common:
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "plain lines instead of a live bar")
+    times: bool = setting(False, "say at the end where the time went; on a GPU it is said anyway")
     threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
     save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
     log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")

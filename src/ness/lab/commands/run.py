@@ -7,6 +7,7 @@ from ness.cli import WrongUse
 from ness.errors import NessError
 from ness.lab.commands.arguments import Common, parse
 from ness.lab.commands.display import display
+from ness.lab.commands.times import CommandClock
 from ness.lab.grid import run_all
 from ness.lab.jobs import resolve
 from ness.lab.logs import logged, named
@@ -35,6 +36,7 @@ def main(argv: list[str]) -> int:
     """Runs every seed; the table goes to standard output, everything else to standard error."""
     request = parse(argv, RunArguments, None, ABOUT, "ness run")
     own = request.own
+    clock = CommandClock()
     try:
         job = resolve(own.method, own.benchmark, own.preset, request.changes)
         loggers = named(own.log)
@@ -50,6 +52,7 @@ def main(argv: list[str]) -> int:
         sys.stderr.write(f"{outcome.folder}: {said}\n")
     for name, reason in grid.failures.items():
         sys.stderr.write(f"ness: {name}: {reason}\n")
+    clock.tell(grid, own.times)
     if grid.outcomes:
         sys.stdout.write(text(rows([from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes])))
     return 1 if grid.failures else 0

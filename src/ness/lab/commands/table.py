@@ -13,6 +13,7 @@ from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.commands.arguments import Common, given, parse
 from ness.lab.commands.display import display
+from ness.lab.commands.times import CommandClock
 from ness.lab.grid import jobs, run_all
 from ness.lab.logs import logged, named
 from ness.lab.settings import setting
@@ -60,6 +61,7 @@ def main(argv: list[str]) -> int:
     methods = methods_in(argv)
     request = parse(argv, TableArguments, methods, ABOUT, "ness table")
     own = request.own
+    clock = CommandClock()
     try:
         work = [
             (job, seed) for job in jobs(own.methods, own.benchmark, own.preset, request.changes) for seed in own.seeds
@@ -71,6 +73,7 @@ def main(argv: list[str]) -> int:
         grid = run_all(work, request.options(), listener)
     for name, reason in grid.failures.items():
         sys.stderr.write(f"ness: {name}: {reason}\n")
+    clock.tell(grid, own.times)
     done = [records.from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes]
     if done:
         sys.stdout.write(FORMATS[own.format](rows(done)))

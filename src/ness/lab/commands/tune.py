@@ -12,6 +12,7 @@ from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.commands.arguments import Common, Request, parse
 from ness.lab.commands.display import display
+from ness.lab.commands.times import CommandClock
 from ness.lab.grid import Grid, run_all
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.run import Listener, folder_of
@@ -48,6 +49,7 @@ def main(argv: list[str]) -> int:
     """Runs the grid; the table goes to standard output, everything else to standard error."""
     request = parse(argv, TuneArguments, None, ABOUT, "ness tune")
     own = request.own
+    clock = CommandClock()
     try:
         jobs = trials_of(request)
     except NessError as error:
@@ -55,6 +57,7 @@ def main(argv: list[str]) -> int:
     work = [(job, seed) for _, job in jobs for seed in own.seeds]
     with display(own.quiet, len(work)) as shown:
         grid = run_all(work, request.options(), lambda job, seed: naming(job, shown.listener(job, seed)))
+    clock.tell(grid, own.times)
     tried = finished(jobs, grid, own.seeds, own.out)
     for name, reason in grid.failures.items():
         sys.stderr.write(f"ness: {name}: {reason}\n")

@@ -18,6 +18,7 @@ from ness.lab.nets.norms import without_update
 from ness.lab.pauses import Pausing
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training
+from ness.lab.stopwatch import Stopwatch
 
 State = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, and whatever else as JSON
 
@@ -37,6 +38,7 @@ class Context:
     tasks: int
     random: Randomness
     device: torch.device
+    watch: Stopwatch = field(default_factory=Stopwatch)  # a method may say where its time goes: `with watch.phase(…)`
 
 
 @dataclass(frozen=True)

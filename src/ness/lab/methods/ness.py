@@ -67,7 +67,8 @@ class Ness(Method):
             yield from self._observe(protected)
         training = self.context.training
         plain = training.optimizer in ("sgd", "sgdm") or (training.optimizer == "sam" and training.sam_tasks == "first")
-        self.guard.constrain(form="sgd" if plain else "any")
+        with self.context.watch.phase("decomposition"):
+            self.guard.constrain(form="sgd" if plain else "any")
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
@@ -88,9 +89,10 @@ class Ness(Method):
     def _observe(self, tasks: tuple[Samples, ...]) -> Pausing[None]:
         """A few batches a call, with a pause after each: the statistics are the same, bit for bit."""
         batches = observed(tasks, self.context.training.batch, mixed=self.own.borders == "mixed")
-        while few := list(islice(batches, BATCHES_A_CALL)):
-            self.guard.observe(few, forward=features_of)
-            yield
+        with self.context.watch.phase("observing"):
+            while few := list(islice(batches, BATCHES_A_CALL)):
+                self.guard.observe(few, forward=features_of)
+                yield
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The guard: Grams, bases and updates."""
