@@ -230,6 +230,7 @@ def test_the_spectrum_beside_k_is_that_of_its_complement(groups: int, d: int, he
     torch.testing.assert_close(squared, torch.diag_embed(spectrum.sigma.square()), atol=1e-9, rtol=1e-9)
     assert bool((spectrum.sigma.diff(dim=-1) >= 0).all())
     torch.testing.assert_close(spectrum.every_sigma, decompose(gram).sigma)
+    torch.testing.assert_close(spectrum.noise, decompose(gram).noise)
     if not held:
         torch.testing.assert_close(
             torch.cat([spectrum.sigma, spectrum.every_sigma[..., d - k :]], -1), spectrum.every_sigma
@@ -406,16 +407,39 @@ def test_the_finished_task_is_in_use_and_is_what_was_trained() -> None:
             guard = ness.NullSpace(model, rule=ness.Soft(ness.Nuclear(0.02)), exclude=["head"])
             guard.observe(old)
             keys = list(model.state_dict())
-            guard.constrain(task="a", private=4, form=form)  # type: ignore[arg-type]
-            train(model, OPTIMIZERS["momentum"](guard.parameters()), new)
-            trained = model(new)
-            guard.merge()
-            torch.testing.assert_close(model(new), trained, atol=1e-4, rtol=1e-4)
-            merged = state_of(model)
-            guard.use("a")
-            assert same(state_of(model), merged, head=True)
-            assert list(merged) == keys
-            assert all(not hasattr(module, "_ness_updates") for module in model.modules())
+            for task, k in (("a", 4), ("b", 6)):
+                guard.constrain(task=task, private=k, form=form)  # type: ignore[arg-type]
+                train(model, OPTIMIZERS["momentum"](guard.parameters()), new)
+                trained = model(new)
+                guard.merge()
+                torch.testing.assert_close(model(new), trained, atol=1e-4, rtol=1e-4)
+                merged = state_of(model)
+                guard.use(task)
+                assert same(state_of(model), merged, head=True)
+                assert list(merged) == keys
+                assert all(not hasattr(module, "_ness_updates") for module in model.modules())
+                guard.observe(new if name == "gpt2" else 9 * new, task=task)  # another scale of the constant column
+
+
+@pytest.mark.parametrize("form", ["any", "sgd"])
+def test_bounds_do_not_count_private_parts(form: Any) -> None:
+    guard = ready()
+    guard.constrain(task="a", private=4, form=form)
+    for protected in guard._protected.values():
+        update = protected.constraint.update  # type: ignore[union-attr]
+        assert update is not None
+        private = torch.randn(1, update.layer.outputs, 4)
+        with torch.no_grad():
+            if form == "any":
+                update.parameter[..., -4:] = private
+            else:
+                update.parameter.copy_(private @ update.basis[..., -4:].mT)
+    for row in guard.certificate():
+        assert row.rank == 3
+        assert max(row.update_norm, row.bound, row.rms_bound, row.rms_drift) < 1e-4
+    guard.merge()
+    assert guard.certificate().holds
+    assert max(row.bound for row in guard.certificate()) < 1e-4
 
 
 def test_training_starts_from_the_shared_weights_and_discard_puts_the_part_back() -> None:
