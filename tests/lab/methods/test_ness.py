@@ -7,6 +7,7 @@ import ness
 import tiny
 from ness import NessError, NessWarning
 from ness.lab.jobs import resolve
+from ness.lab.methods.base import sizes_of
 from ness.lab.methods.ness import observed
 from ness.lab.seeds import derive
 
@@ -145,6 +146,13 @@ def test_a_drift_budget_is_kept_task_after_task_and_recorded() -> None:
         assert all(0 <= row["task_drift"] <= 0.05 and 0 <= row["shrunk"] <= 1 for row in notes["certificate"])
     assert any(row["task_drift"] > 0 for row in one.notes[-1]["certificate"])
     assert "task_drift" not in tiny.to_the_end(tiny.trainer("ness", epochs=1)).notes[-1]["certificate"][0]
+
+
+def test_what_a_drift_budget_keeps_is_at_most_what_is_listed() -> None:
+    one = until_task(tiny.trainer("ness", epochs=1, rule="within"), 2)  # observed, not constrained: books at their most
+    held = sum(value.numel() * value.element_size() for value in one.method.state()[0].values())
+    listed = one.spec.kept_at_most(sizes_of(one.context.model, 3, (1, 6, 6)), one.context.own)
+    assert 0.9 * listed < held <= listed + 16 * 2 * 2  # and two sums a layer
 
 
 def test_a_drift_budget_taken_up_in_a_task() -> None:
