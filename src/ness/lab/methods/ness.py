@@ -87,12 +87,8 @@ class Ness(Method):
         return notes
 
     def _observe(self, tasks: tuple[Samples, ...]) -> Pausing[None]:
-        """A few batches a call, with a pause after each: the statistics are the same, bit for bit."""
         batches = observed(tasks, self.context.training.batch, mixed=self.own.borders == "mixed")
-        with self.context.watch.phase("observing"):
-            while few := list(islice(batches, BATCHES_A_CALL)):
-                self.guard.observe(few, forward=features_of)
-                yield
+        yield from observing(self.guard, batches, self.context)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The guard: Grams, bases and updates."""
@@ -107,6 +103,14 @@ def features_of(model: nn.Module, images: Tensor) -> Tensor:
     """The pass that is observed: the shared layers; heads are each task's own."""
     assert isinstance(model, Network)
     return model.features(images)
+
+
+def observing(guard: ness.NullSpace, batches: Iterator[Tensor], context: Context) -> Pausing[None]:
+    """Observes a few batches a call, with a pause after each: the statistics are the same, bit for bit."""
+    with context.watch.phase("observing"):
+        while few := list(islice(batches, BATCHES_A_CALL)):
+            guard.observe(few, forward=features_of)
+            yield
 
 
 def observed(tasks: tuple[Samples, ...], size: int, *, mixed: bool) -> Iterator[Tensor]:

@@ -10,8 +10,9 @@ from torch import Tensor, nn
 import ness
 from ness.errors import NessError
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, sizes_of
-from ness.lab.methods.ness import certificate_row, features_of, observed
+from ness.lab.methods.ness import certificate_row, observed, observing
 from ness.lab.nets.norms import batch_norms, measure_statistics
+from ness.lab.pauses import Pausing
 from ness.lab.settings import setting
 
 SHARED = "shared weights/"
@@ -86,13 +87,14 @@ class NessPlus(Method):
         if lesson.task > 0:
             training = self.context.training
             form: Literal["any", "sgd"] = "sgd" if training.optimizer in ("sgd", "sgdm") else "any"
-            self.guard.constrain(form=form, task=_name(lesson.task), private=self.private)
+            with self.context.watch.phase("decomposition"):
+                self.guard.constrain(form=form, task=_name(lesson.task), private=self.private)
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the updates, the norms and the head."""
         return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
         """Measures the task's norms, merges what is shared, and takes the Grams of the task as it is used."""
         training = self.context.training
         if lesson.task == 0 or self.own.norms == "own":
@@ -104,14 +106,13 @@ class NessPlus(Method):
             notes["certificate"] = [certificate_row(row) for row in certificate.rows]
             notes["kept"] = certificate.kept.get(_name(lesson.task), 0)
         if lesson.task < self.context.tasks - 1:
-            batches = observed((lesson.train,), training.batch, mixed=False)
-            self.guard.observe(batches, forward=features_of, task=_name(lesson.task))
+            yield from observing(self.guard, observed((lesson.train,), training.batch, mixed=False), self.context)
         return notes
 
     def use(self, task: int) -> None:
         """The task's private part and norms."""
         if len(self.guard.tasks) > 1:
-            self.guard.use(_name(task))
+            self.guard.use(self.guard.tasks[task])
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The guard: Grams, bases, updates, what each task keeps; in a task also the shared weights it started from."""
