@@ -13,6 +13,7 @@ from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import lanes_for, side_by_side
 from ness.lab.run import Listener, Options, Outcome, running
 from ness.lab.settings import nearest
+from ness.lab.streams.shelf import Shelf
 
 
 @dataclass
@@ -47,7 +48,8 @@ def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callabl
     """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on."""
     asked = list(work)
     plan.note(options.out, asked)
-    runs = [partial(running, job, seed, options, listener(job, seed)) for job, seed in asked]
+    shelf = Shelf() if len(asked) > 1 else None  # one run alone needs no second copy of its data
+    runs = [partial(running, job, seed, options, listener(job, seed), shelf) for job, seed in asked]
     device = choose_device(options.device)
     grid = Grid(on_card=device.type == "cuda")
     with repeatable(device):

@@ -23,6 +23,7 @@ from ness.lab.settings import (
     part_of,
 )
 from ness.lab.streams.base import Benchmark, Request, Stream
+from ness.lab.streams.shelf import Shelf
 
 SCHEMA = 1  # raise it when the same settings would give another result
 
@@ -47,9 +48,9 @@ class Job:
         """The settings by name."""
         return dataclasses.asdict(self.settings)
 
-    def load(self, seed: int, data: Path | None) -> Stream:
+    def load(self, seed: int, data: Path | None, shelf: Shelf | None = None) -> Stream:
         """The benchmark's stream for a seed."""
-        return self.benchmark.load(Request(seed, data, part_of(self.settings, self.benchmark.options)))
+        return self.benchmark.load(Request(seed, data, part_of(self.settings, self.benchmark.options), shelf))
 
 
 def settings_type(method: MethodSpec, benchmark: Benchmark) -> type:

@@ -21,6 +21,7 @@ from ness.lab.metrics import scores
 from ness.lab.pauses import Pausing, to_the_end
 from ness.lab.stopwatch import Stopwatch
 from ness.lab.streams.base import Stream
+from ness.lab.streams.shelf import Shelf
 from ness.lab.train import Event, Trainer
 
 Listener = Callable[[Event], None]
@@ -60,8 +61,8 @@ def run(job: Job, seed: int, options: Options, listen: Listener = lambda event: 
     return to_the_end(running(job, seed, options, listen))
 
 
-def running(job: Job, seed: int, options: Options, listen: Listener) -> Pausing[Outcome]:
-    """A run that pauses whenever it has put work on the device and waits for it, so that others can go on."""
+def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shelf | None = None) -> Pausing[Outcome]:
+    """A run that pauses whenever it has put work on the device, so that others can go on; they may share a shelf."""
     folder = RunFolder(folder_of(job, seed, options.out))
     if not options.again and (found := folder.result()) is not None:
         _tell_version(folder, found, listen)
@@ -75,7 +76,7 @@ def running(job: Job, seed: int, options: Options, listen: Listener) -> Pausing[
         watch = Stopwatch()
         with watch.phase("start"):
             device = environment.choose_device(options.device)
-            stream = job.load(seed, options.data)
+            stream = job.load(seed, options.data, shelf)
             name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
             network = registry.find("network", name, registry.all_networks())
             runner = runner_for(device, options.plain)

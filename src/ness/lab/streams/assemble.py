@@ -6,10 +6,17 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from ness.lab.data.arrays import Images, Labelled, Labels, reorder
-from ness.lab.streams.base import Split
+from ness.lab.data import DataSet, Loaded, load
+from ness.lab.data.arrays import Images, Labelled, Labels, copied, reorder
+from ness.lab.streams.base import Request, Split
 
 Rows = NDArray[np.intp]
+
+
+def fetched(request: Request, data_set: DataSet) -> Loaded:
+    """The set, its images the caller's own: read, or copied from what was read for all runs of a command."""
+    loaded = request.once(data_set.name, lambda: load(data_set, request.data))
+    return loaded if request.shelf is None else Loaded(copied(loaded.arrays), loaded.note)
 
 
 def shuffled(count: int, seed: int) -> Rows:

@@ -1,14 +1,17 @@
 """What a stream of tasks is: plain tensors, uint8 until they are on the device, and how a benchmark makes them."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from ness.errors import NessError
+from ness.lab.streams.shelf import Shelf
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -79,11 +82,19 @@ class Stream:
 
 @dataclass(frozen=True)
 class Request:
-    """What a benchmark is asked for: the run's seed, where to look for data, and the benchmark's own options."""
+    """What a benchmark is asked for: the run's seed, where to look for data, and the benchmark's own options.
+
+    Where several runs ask, `shelf` keeps what does not depend on the seed; use it through `once`, or leave it.
+    """
 
     seed: int
     data: Path | None = None
     options: Any = None  # an instance of the benchmark's `options` dataclass
+    shelf: Shelf | None = None
+
+    def once(self, key: Hashable, make: Callable[[], T]) -> T:
+        """What `make` gives; made once for all runs of a command that ask with this key and the same `data`."""
+        return make() if self.shelf is None else self.shelf.get((key, self.data), make)
 
 
 @dataclass(frozen=True)

@@ -4,8 +4,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from ness.lab.data import CATALOGUE, Arrays, load
-from ness.lab.streams.assemble import carve, hold_out, shuffled
+from ness.lab.data import CATALOGUE, Arrays
+from ness.lab.streams.assemble import carve, fetched, hold_out, shuffled
 from ness.lab.streams.base import Benchmark, Request, Stream, Task
 
 MEAN = (125.3 / 255, 123.0 / 255, 113.9 / 255)
@@ -43,7 +43,7 @@ def tasks(arrays: Arrays, seed: int) -> tuple[Task, ...]:
 def load_stream(request: Request) -> Stream:
     """The ten tasks, from wherever CIFAR-100 is found."""
     options = request.options or Options()
-    loaded = load(CATALOGUE["cifar100"], request.data)
+    loaded = fetched(request, CATALOGUE["cifar100"])
     seed = request.seed if options.split_seed is None else options.split_seed
     return Stream("cifar100", tasks(loaded.arrays, seed), {"cifar100": loaded.note, "split_seed": str(seed)})
 

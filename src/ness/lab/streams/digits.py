@@ -34,11 +34,7 @@ VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def load(request: Request) -> Stream:
     """The five tasks; the test images are the same for every seed, which images are for validation is not."""
-    from sklearn.datasets import load_digits
-
-    digits = load_digits()
-    images = torch.from_numpy(digits.images * 15).to(torch.uint8).unsqueeze(1)
-    labels = torch.from_numpy(digits.target).to(torch.int64)
+    images, labels = request.once("digits", _read)
     order = torch.randperm(len(labels), generator=Generator().manual_seed(0))
     test, rest = order[:TEST], order[TEST:]
     rest = rest[torch.randperm(len(rest), generator=Generator().manual_seed(request.seed))]
@@ -49,6 +45,14 @@ def load(request: Request) -> Stream:
         splits = {part: Split(seen[index], labels[index]) for part, index in parts.items()}
         tasks.append(Task(name=name, classes=10, mean=MEAN, std=STD, **splits))
     return Stream("digits", tuple(tasks), {"source": "UCI optical recognition of handwritten digits, by scikit-learn"})
+
+
+def _read() -> tuple[Tensor, Tensor]:
+    from sklearn.datasets import load_digits
+
+    digits = load_digits()
+    images = torch.from_numpy(digits.images * 15).to(torch.uint8).unsqueeze(1)
+    return images, torch.from_numpy(digits.target).to(torch.int64)
 
 
 BENCHMARK = Benchmark(

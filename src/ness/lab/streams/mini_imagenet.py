@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 
 from ness.errors import NessError
-from ness.lab.data import CATALOGUE, Arrays, load
+from ness.lab.data import CATALOGUE, Arrays
 from ness.lab.data.arrays import Labels
-from ness.lab.streams.assemble import Rows, carve, hold_out
+from ness.lab.streams.assemble import Rows, carve, fetched, hold_out
 from ness.lab.streams.base import Benchmark, Request, Stream, Task
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -64,7 +64,7 @@ def load_stream(request: Request) -> Stream:
     options = request.options or Options()
     if options.split not in VALID:
         raise NessError(f"mini-imagenet: found split={options.split!r}, expected one of {', '.join(VALID)}")
-    loaded = load(CATALOGUE["mini-imagenet"], request.data)
+    loaded = fetched(request, CATALOGUE["mini-imagenet"])
     made = tasks(loaded.arrays, request.seed, VALID[options.split])
     return Stream("mini-imagenet", made, {"mini-imagenet": loaded.note, "split": options.split})
 
