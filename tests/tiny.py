@@ -80,9 +80,11 @@ def job(method: Any = "finetune", **changes: Any) -> Job:
     return resolve(method, BENCHMARK, "fixed", changes)
 
 
-def trainer(method: Any = "finetune", seed: int = 1, runner: Any = None, device: Any = None, **changes: Any) -> Trainer:
+def trainer(
+    method: Any = "finetune", seed: int = 1, runner: Any = None, device: Any = None, quick: bool = False, **changes: Any
+) -> Trainer:
     work = job(method, **changes)
-    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed, device, runner)
+    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed, device, runner, quick=quick)
 
 
 def to_the_end(one: Trainer) -> Trainer:

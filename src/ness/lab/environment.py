@@ -67,14 +67,17 @@ def cpu_threads(wanted: int, parameters: int) -> Iterator[None]:
 
 
 @contextmanager
-def repeatable(device: torch.device) -> Iterator[None]:
-    """On a card, deterministic kernels chosen without trials, so that a seed gives the same bits every time."""
+def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
+    """On a card, deterministic kernels chosen without trials, so that a seed gives the same bits every time.
+
+    Not wanted: whichever kernels a trial finds fastest.
+    """
     if device.type != "cuda":
         yield
         return
     flags = torch.backends.cudnn
     before = flags.deterministic, flags.benchmark
-    flags.deterministic, flags.benchmark = True, False
+    flags.deterministic, flags.benchmark = wanted, not wanted
     try:
         yield
     finally:

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any
 
 from ness.errors import NessError
-from ness.lab import plan, registry
+from ness.lab import fast, plan, registry
 from ness.lab.environment import choose_device, repeatable
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import lanes_for, side_by_side
@@ -25,7 +25,9 @@ class Grid:
     on_card: bool = False
 
 
-def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[str, Any]) -> list[Job]:
+def jobs(
+    methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[str, Any], quick: bool = False
+) -> list[Job]:
     """One job a method; a change reaches the methods that have the setting, and at least one must have it."""
     known = registry.all_methods()
     bench = registry.find("benchmark", benchmark, registry.all_benchmarks())
@@ -39,7 +41,7 @@ def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[s
         if change not in every:
             raise NessError(f"none of {', '.join(names)} has a setting {change!r}.{nearest(change, every)}")
     return [
-        resolve(name, benchmark, preset, {key: value for key, value in changes.items() if key in fields[name]})
+        resolve(name, benchmark, preset, {key: value for key, value in changes.items() if key in fields[name]}, quick)
         for name in names
     ]
 
@@ -47,12 +49,14 @@ def jobs(methods: Sequence[str], benchmark: str, preset: str, changes: Mapping[s
 def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callable[[Job, int], Listener]) -> Grid:
     """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on."""
     asked = list(work)
+    device, quick = choose_device(options.device), any(job.fast for job, _ in asked)
+    if quick:
+        fast.check(device)
     plan.note(options.out, asked)
     shelf = Shelf() if len(asked) > 1 else None  # one run alone needs no second copy of its data
     runs = [partial(running, job, seed, options, listener(job, seed), shelf) for job, seed in asked]
-    device = choose_device(options.device)
     grid = Grid(on_card=device.type == "cuda")
-    with repeatable(device):
+    with repeatable(device, not quick):
         ends = side_by_side(runs, device, lanes_for(device, options.lanes))
     for (job, seed), end in zip(asked, ends, strict=True):
         if isinstance(end, Outcome):

@@ -37,11 +37,13 @@ class Job:
     preset: Preset
     settings: Any
     label: str  # the preset and what was changed by hand, for tables
+    fast: bool = False  # speed before repeatability: see `ness.lab.fast`
 
     @property
     def digest(self) -> str:
-        """Ten hexadecimal digits that name method, benchmark, settings and schema."""
-        text = json.dumps([self.method.name, self.benchmark.name, SCHEMA, self.as_dict()], sort_keys=True)
+        """Ten hexadecimal digits that name method, benchmark, settings and schema, and whether it is fast."""
+        named = [self.method.name, self.benchmark.name, SCHEMA, self.as_dict(), *(["fast"] if self.fast else [])]
+        text = json.dumps(named, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 
     def as_dict(self) -> dict[str, Any]:
@@ -84,6 +86,7 @@ def resolve(
     benchmark: str | Benchmark,
     preset: str = "fixed",
     changes: Mapping[str, Any] | None = None,
+    fast: bool = False,
 ) -> Job:
     """A job by names, or by specs of your own; everything unknown or contradictory is refused here."""
     spec = method if isinstance(method, MethodSpec) else registry.find("method", method, registry.all_methods())
@@ -103,7 +106,8 @@ def resolve(
     differing = [
         f"{key}={value}" for key, value in dataclasses.asdict(settings).items() if value != getattr(default, key)
     ]
-    return Job(spec, bench, name, settings, " ".join([name, *differing]))
+    label = " ".join([name, *differing, *(["fast"] if fast else [])])
+    return Job(spec, bench, name, settings, label, fast)
 
 
 def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None:

@@ -51,7 +51,7 @@ class Learning:
         lr = torch.tensor(training.lr, device=context.device)
         optimizer = optimizers.make(training, self.trained, lr)
         sam = training.optimizer == "sam" and (training.sam_tasks == "all" or lesson.task == 0)
-        self.step = Step(method, lesson.train, self.trained, optimizer, lr, random.step, sam)
+        self.step = Step(method, lesson.train, self.trained, optimizer, lr, random.step, sam, context.fast)
         self.schedule = Plateau(training.lr, training.patience)
         self.epoch = 0  # epochs done
         self.last_rate = training.lr  # of the last step planned

@@ -80,7 +80,7 @@ def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shel
             name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
             network = registry.find("network", name, registry.all_networks())
             runner = runner_for(device, options.plain)
-            trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner, watch)
+            trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner, watch, job.fast)
             listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
             marks = {"data": fingerprint(stream), "device": device.type}
         size = sum(parameter.numel() for parameter in trainer.context.model.parameters())
@@ -116,6 +116,7 @@ def _identity(job: Job, seed: int) -> dict[str, Any]:
         "digest": job.digest,
         "seed": seed,
         "settings": job.as_dict(),
+        "fast": job.fast,
     }
 
 

@@ -8,6 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
+from ness.lab.fast import laid_out, narrow
 from ness.lab.loader import Clock, Samples, mixed_up
 from ness.lab.methods.base import Method, clear
 
@@ -33,15 +34,17 @@ class Step:
     lr: Tensor  # what the optimizer reads
     random: Generator
     sam: bool
+    fast: bool = False
 
     def __call__(self, inputs: Inputs) -> Tensor:
         """Learns from the samples at `inputs.index`; the loss before the step, detached."""
         self.lr.copy_(inputs.lr)
         batch = replace(self.samples.take(inputs.index), clock=inputs.clock, rate=inputs.lr)
+        batch = replace(batch, images=laid_out(batch.images, self.fast))
         if inputs.share is not None:
             batch = mixed_up(batch, inputs.share, self.random)
         clear(self.trained)
-        with tensor_cores(self.lr.device):
+        with tensor_cores(self.lr.device), narrow(self.lr.device, self.fast):
             loss = self.method.gradients(batch, self.trained, sam=self.sam)
         self.method.after_backward(batch)
         self.optimizer.step()

@@ -29,6 +29,7 @@ class Record:
     epochs: tuple[int, ...] = ()  # one a lesson
     notes: tuple[Mapping[str, Any], ...] = ()  # what the method said about each lesson
     settings: Mapping[str, Any] = field(default_factory=dict)
+    fast: bool = False  # run with --fast: another setting, whatever else is the same
     environment: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -47,6 +48,7 @@ def from_result(result: Mapping[str, Any], where: str) -> Record:
             task_seconds=tuple(_number(value, "seconds") for value in result.get("seconds", ())),
             epochs=tuple(_of(value, int, "epochs") for value in result.get("epochs", ())),
             notes=tuple(_of(note, dict, "a note") for note in result.get("notes", ())),
+            fast=_flag(result.get("fast", False), "fast"),
             settings=_of(result.get("settings", {}), dict, "settings"),
             environment=_of(result.get("environment", {}), dict, "environment"),
         )
@@ -77,6 +79,12 @@ def _of(value: Any, kind: type, name: str) -> Any:
     return value
 
 
+def _flag(value: Any, name: str) -> bool:
+    if not isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r:.60}, expected true or false")
+    return value
+
+
 def _number(value: Any, name: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
         raise ValueError(f"{name} is {value!r:.60}, expected a number")
@@ -84,16 +92,16 @@ def _number(value: Any, name: str) -> float:
 
 
 def with_forward_transfer(records: Iterable[Record]) -> list[Record]:
-    """The records with forward transfer where the same benchmark, preset and seed was run with `alone`."""
+    """The records with forward transfer where the same benchmark, preset and seed was run with `alone`, as fast."""
     records = list(records)
-    alone: dict[tuple[str, str, int, int], Sequence[Any]] = {
-        (record.benchmark, record.preset, record.seed, len(record.tasks)): record.accuracy[-1]
+    alone: dict[tuple[str, str, int, int, bool], Sequence[Any]] = {
+        (record.benchmark, record.preset, record.seed, len(record.tasks), record.fast): record.accuracy[-1]
         for record in records
         if record.method == "alone"
     }
 
     def scored(record: Record) -> Record:
-        key = (record.benchmark, record.preset, record.seed, len(record.tasks))
+        key = (record.benchmark, record.preset, record.seed, len(record.tasks), record.fast)
         return replace(record, scores=scores(record.accuracy, alone.get(key)))
 
     return [record if record.method == "alone" else scored(record) for record in records]

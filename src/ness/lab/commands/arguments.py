@@ -30,6 +30,7 @@ class Common:
     device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto")
     lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
+    fast: bool = setting(False, "on a GPU: bfloat16 and whatever kernels are fastest; a seed then gives no equal bits")
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "plain lines instead of a live bar")
     times: bool = setting(False, "say at the end where the time went; on a GPU it is said anyway")

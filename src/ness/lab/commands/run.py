@@ -38,7 +38,7 @@ def main(argv: list[str]) -> int:
     own = request.own
     clock = CommandClock()
     try:
-        job = resolve(own.method, own.benchmark, own.preset, request.changes)
+        job = resolve(own.method, own.benchmark, own.preset, request.changes, own.fast)
         loggers = named(own.log)
     except NessError as error:
         raise WrongUse(str(error)) from error

@@ -64,7 +64,9 @@ def main(argv: list[str]) -> int:
     clock = CommandClock()
     try:
         work = [
-            (job, seed) for job in jobs(own.methods, own.benchmark, own.preset, request.changes) for seed in own.seeds
+            (job, seed)
+            for job in jobs(own.methods, own.benchmark, own.preset, request.changes, own.fast)
+            for seed in own.seeds
         ]
         loggers = named(own.log)
     except NessError as error:

@@ -106,8 +106,9 @@ def trials_of(request: Request) -> list[tuple[dict[str, Any], Job]]:
             raise NessError(f"{name} is set and in --over too; leave one out")
     held = on_validation(benchmark, own.first_tasks)
     return [
-        (values, dataclasses.replace(resolve(spec, benchmark, own.preset, request.changes | values), benchmark=held))
+        (values, dataclasses.replace(job, benchmark=held))
         for values in combinations(over)
+        for job in [resolve(spec, benchmark, own.preset, request.changes | values, own.fast)]
     ]
 
 

@@ -39,6 +39,7 @@ class Context:
     random: Randomness
     device: torch.device
     watch: Stopwatch = field(default_factory=Stopwatch)  # a method may say where its time goes: `with watch.phase(…)`
+    fast: bool = False  # steps run in bfloat16: see `ness.lab.fast`
 
 
 @dataclass(frozen=True)
