@@ -64,7 +64,7 @@ def test_a_constrained_step_is_captured_and_equal(name: str, form: str) -> None:
         assert torch.allclose(value, results[1][key], rtol=1e-4, atol=1e-6), key
 
 
-@pytest.mark.parametrize("method", ["finetune", "frozen", "ness", "agem", "ewc", "hat"])
+@pytest.mark.parametrize("method", ["finetune", "frozen", "ness", "ness-plus", "agem", "ewc", "hat"])
 @pytest.mark.parametrize("changes", [{}, {"optimizer": "sam"}, {"schedule": "cosine", "mixup": 0.4}], ids=str)
 def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object]) -> None:
     losses = []
@@ -87,7 +87,7 @@ def _lane(seed: int, method: str):  # type: ignore[no-untyped-def]
     return trainer
 
 
-@pytest.mark.parametrize("method", ["finetune", "ness", "agem", "ewc", "hat"])
+@pytest.mark.parametrize("method", ["finetune", "ness", "ness-plus", "agem", "ewc", "hat"])
 def test_a_seed_alone_among_lanes_and_in_another_order_is_bit_equal(method: str) -> None:
     alone = [side_by_side([lambda s=s: _lane(s, method)], CARD, 1)[0] for s in range(5)]
     together = side_by_side([lambda s=s: _lane(s, method) for s in range(5)], CARD, 5)
@@ -97,7 +97,7 @@ def test_a_seed_alone_among_lanes_and_in_another_order_is_bit_equal(method: str)
         assert tiny.same(one, three)
 
 
-@pytest.mark.parametrize("method", ["finetune", "ness", "agem", "ewc", "hat"])
+@pytest.mark.parametrize("method", ["finetune", "ness", "ness-plus", "agem", "ewc", "hat"])
 def test_taken_up_on_the_card_it_ends_bit_equal(method: str, tmp_path: Path) -> None:
     whole = tiny.to_the_end(tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD))
     cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD)
