@@ -1,5 +1,6 @@
 """On a card: a constrained step can be captured, lanes change nothing, fast is right (`make test-gpu`)."""
 
+import copy
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -78,6 +79,58 @@ def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object
                     found.append(event.facts["loss"])
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("method", ["finetune", "ness", "agem", "ewc", "hat"])
+@pytest.mark.parametrize("changes", [{}, {"optimizer": "sam"}], ids=str)
+def test_fast_steps_are_captured_and_near_the_exact_ones(method: str, changes: dict[str, object]) -> None:
+    losses = []
+    for quick, runner in ((False, PlainRunner()), (True, PlainRunner()), (True, CapturedRunner())):
+        with torch.cuda.stream(torch.cuda.Stream()), repeatable(CARD, not quick):
+            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CARD, quick=quick, **changes)
+            found = []
+            while not trainer.done:
+                event = trainer.advance()
+                if event.kind == "epoch":
+                    found.append(event.facts["loss"])
+        losses.append(found)
+    assert losses[1] == pytest.approx(losses[0], rel=0.2)
+    assert losses[2] == pytest.approx(losses[1], rel=0.05)
+
+
+def test_observing_does_not_wait_for_the_card() -> None:
+    torch.manual_seed(0)
+    model, old, _ = (part.to(CARD) for part in ZOO["resnet"]())
+    guard = ness.NullSpace(model, exclude=["head"])
+    guard.observe(old)  # libraries make their plans
+    on_cpu = ness.NullSpace(copy.deepcopy(model).cpu(), exclude=["head"])
+    for _ in range(2):
+        on_cpu.observe(old.cpu())
+    try:
+        with guard.observing():
+            torch.cuda.set_sync_debug_mode("error")
+            model(old)
+            model(old)
+            torch.cuda.set_sync_debug_mode("default")  # leaving asks the card, once
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    for name, gram in guard.grams.items():
+        assert gram.count == 3 * on_cpu.grams[name].count // 2
+        expected = 1.5 * on_cpu.grams[name].matrix
+        assert torch.allclose(gram.matrix.cpu(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))  # TF32
+
+
+def test_nan_on_the_card_leaves_the_statistics_before_it() -> None:
+    model, old, _ = (part.to(CARD) for part in ZOO["resnet"]())
+    bad = old.clone()
+    bad.view(-1)[5] = torch.nan
+    guard, reference = ness.NullSpace(model, exclude=["head"]), ness.NullSpace(model, exclude=["head"])
+    with pytest.raises(ness.NessError, match=r"\(batch 1\)"):
+        guard.observe([old, bad, old])
+    reference.observe([old])
+    for name, gram in guard.grams.items():
+        assert gram.count == reference.grams[name].count
+        assert torch.equal(gram.matrix, reference.grams[name].matrix)
 
 
 def _lane(seed: int, method: str):  # type: ignore[no-untyped-def]

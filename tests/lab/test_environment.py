@@ -17,8 +17,16 @@ def test_devices_that_are_not_there() -> None:
     with pytest.raises(NessError, match="no device is called 'gpu'"):
         choose_device("gpu")
     if not torch.cuda.is_available():
-        with pytest.raises(NessError, match="torch sees no GPU"):
+        with pytest.raises(NessError, match=r"--device cuda: torch sees no GPU here.*or use --device cpu, or auto"):
             choose_device("cuda")
+
+
+def test_a_card_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert choose_device("cuda:1").index == 1
+    with pytest.raises(NessError, match="--device cuda:2: there are 2 GPUs, counted from cuda:0"):
+        choose_device("cuda:2")
 
 
 def test_threads_are_put_back() -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 import ness
+from ness.lab import devices
 
 
 def describe(device: torch.device) -> dict[str, Any]:
@@ -85,13 +86,16 @@ def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
 
 
 def choose_device(name: str) -> torch.device:
-    """The GPU for "auto" where there is one, the CPU otherwise; a device that is not there is an error."""
+    """The device of a name, or the one that "auto" is for a single run; one that is not there is an error."""
     if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
+        name = devices.choose(devices.cards(), devices.UNKNOWN_NEED, 1).device
     try:
         device = torch.device(name)
     except RuntimeError as error:
         raise ness.NessError(f"no device is called {name!r}; expected cpu, cuda, cuda:0, … or auto") from error
     if device.type == "cuda" and not torch.cuda.is_available():
-        raise ness.NessError("--device cuda: torch sees no GPU here; use --device cpu")
+        built = "" if torch.version.cuda else ", and this torch was built without CUDA: install one that has it"
+        raise ness.NessError(f"--device {name}: torch sees no GPU here{built}; or use --device cpu, or auto")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise ness.NessError(f"--device {name}: there are {torch.cuda.device_count()} GPUs, counted from cuda:0")
     return device

@@ -2,12 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import torch
+
 from ness.errors import NessError
-from ness.lab import fast, plan, registry
+from ness.lab import devices, fast, plan, registry
 from ness.lab.environment import choose_device, repeatable
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import lanes_for, side_by_side
@@ -46,9 +49,22 @@ def jobs(
     ]
 
 
-def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callable[[Job, int], Listener]) -> Grid:
-    """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on."""
+def run_all(
+    work: Iterable[tuple[Job, int]],
+    options: Options,
+    listener: Callable[[Job, int], Listener],
+    say: Callable[[str], None] = lambda line: None,
+) -> Grid:
+    """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on.
+
+    `say` is told which device `auto` came to, and why.
+    """
     asked = list(work)
+    need = devices.need_of([job.benchmark.network for job, _ in asked])
+    if options.device == "auto":
+        choice = devices.choose(devices.cards(), need, len(asked), options.lanes)
+        say(choice.why)
+        options = dataclasses.replace(options, device=choice.device, lanes=choice.lanes)
     device, quick = choose_device(options.device), any(job.fast for job, _ in asked)
     if quick:
         fast.check(device)
@@ -56,8 +72,9 @@ def run_all(work: Iterable[tuple[Job, int]], options: Options, listener: Callabl
     shelf = Shelf() if len(asked) > 1 else None  # one run alone needs no second copy of its data
     runs = [partial(running, job, seed, options, listener(job, seed), shelf) for job, seed in asked]
     grid = Grid(on_card=device.type == "cuda")
-    with repeatable(device, not quick):
-        ends = side_by_side(runs, device, lanes_for(device, options.lanes))
+    here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    with here, repeatable(device, not quick):
+        ends = side_by_side(runs, device, lanes_for(device, options.lanes, need))
     for (job, seed), end in zip(asked, ends, strict=True):
         if isinstance(end, Outcome):
             grid.outcomes.append(end)

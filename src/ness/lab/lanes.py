@@ -14,12 +14,11 @@ from typing import TypeVar
 import torch
 
 from ness.errors import NessError
+from ness.lab.devices import MOST_LANES, UNKNOWN_NEED
 from ness.lab.pauses import Pausing
 
 Result = TypeVar("Result")
 Run = Callable[[], Pausing[Result]]
-SMALL_CARD = 8 << 30  # bytes that one lane may need, data and graphs included, on the largest benchmark
-MOST_LANES = 5  # more lanes of the paper's networks bring nothing on one card
 
 
 @dataclass
@@ -48,8 +47,11 @@ class Lane:
         self.event.record(self.stream)
 
 
-def lanes_for(device: torch.device, asked: int | None) -> int:
-    """How many lanes: one on a CPU, else as asked, else what the card's free memory takes, at most five."""
+def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED) -> int:
+    """How many lanes: one on a CPU, else as asked, else what the card's free memory takes, at most five.
+
+    `need` is what one lane needs in bytes.
+    """
     if device.type != "cuda":
         if asked is not None and asked > 1:
             raise NessError(f"--lanes {asked}: lanes share a GPU; --device is {device.type}, so leave --lanes out")
@@ -59,7 +61,7 @@ def lanes_for(device: torch.device, asked: int | None) -> int:
             raise NessError(f"--lanes {asked}: expected 1 or more")
         return asked
     free, _ = torch.cuda.mem_get_info(device)
-    return max(1, min(MOST_LANES, free // SMALL_CARD))
+    return max(1, min(MOST_LANES, free // need))
 
 
 def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) -> list[Result | NessError]:

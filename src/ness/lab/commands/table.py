@@ -72,7 +72,7 @@ def main(argv: list[str]) -> int:
     except NessError as error:
         raise WrongUse(str(error)) from error
     with display(own.quiet, len(work)) as shown, logged(loggers, own.out, shown.listener) as listener:
-        grid = run_all(work, request.options(), listener)
+        grid = run_all(work, request.options(), listener, shown.say)
     for name, reason in grid.failures.items():
         sys.stderr.write(f"ness: {name}: {reason}\n")
     clock.tell(grid, own.times)

@@ -56,7 +56,8 @@ def main(argv: list[str]) -> int:
         raise WrongUse(str(error)) from error
     work = [(job, seed) for _, job in jobs for seed in own.seeds]
     with display(own.quiet, len(work)) as shown:
-        grid = run_all(work, request.options(), lambda job, seed: naming(job, shown.listener(job, seed)))
+        options, say = request.options(), shown.say
+        grid = run_all(work, options, lambda job, seed: naming(job, shown.listener(job, seed)), say)
     clock.tell(grid, own.times)
     tried = finished(jobs, grid, own.seeds, own.out)
     for name, reason in grid.failures.items():
