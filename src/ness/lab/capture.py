@@ -4,7 +4,8 @@ Both call the very same `Step`. Captured, its inputs are read from buffers at a 
 a replay is all the host does for a step, and nothing is read back before the epoch is over.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
 from typing import Protocol
@@ -119,8 +120,9 @@ class CapturedRunner:
         buffers = self.buffers
         sizes = [len(each.index) for each in inputs]
         for size in sorted(set(sizes) - set(self.graphs)):
-            buffers.fill(inputs)
-            self.graphs[size] = self._capture(learning.step, partial(_one, learning.step, buffers, size))
+            with learning.context.watch.phase("capture"):
+                buffers.fill(inputs)
+                self.graphs[size] = self._capture(learning.step, partial(_one, learning.step, buffers, size))
         buffers.fill(inputs)
         for size in sizes:
             self.graphs[size].replay()
@@ -130,9 +132,10 @@ class CapturedRunner:
         """Replay the evaluation."""
         self._of(learning)
         if self.judged is None:
-            work()  # libraries make their plans outside the graph
-            held: list[Tensor] = []
-            graph = self._record(None, lambda: held.append(work()))
+            with learning.context.watch.phase("capture"), self._beside():
+                work()  # libraries make their plans outside the graph
+                held: list[Tensor] = []
+                graph = self._record(None, lambda: held.append(work()))
             self.judged = graph, held[0]
         graph, result = self.judged
         graph.replay()
@@ -142,27 +145,40 @@ class CapturedRunner:
         """A graph of the step. One step is run before, for libraries to make their plans, and then undone."""
         assert self.learning is not None
         moving = _moving(self.learning)
-        before, place = copies(moving), step.random.get_state()
-        work()
-        copy_into(moving, before)
-        step.random.set_state(place)
-        graph = self._record(step.random, work)
-        copy_into(moving, before)
+        with self._beside():
+            before, place = copies(moving), step.random.get_state()
+            work()
+            copy_into(moving, before)
+            step.random.set_state(place)
+            graph = self._record(step.random, work)
+            copy_into(moving, before)
         return graph
+
+    @contextmanager
+    def _beside(self) -> Iterator[None]:
+        """The current stream, or one beside the default stream, where nothing can be captured.
+
+        The step that is run before must be on it too: autograd remembers the stream of what it met there.
+        """
+        current = torch.cuda.current_stream()
+        if current != torch.cuda.default_stream():
+            yield
+            return
+        self.side.wait_stream(current)
+        with torch.cuda.stream(self.side):
+            yield
+        current.wait_stream(self.side)
 
     def _record(self, random: torch.Generator | None, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         if random is not None:
             graph.register_generator_state(random)
-        current = torch.cuda.current_stream()
-        stream = self.side if current == torch.cuda.default_stream() else current
-        current.synchronize()
-        with torch.cuda.stream(stream):
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+        torch.cuda.current_stream().synchronize()
+        graph.capture_begin(self.pool, capture_error_mode="thread_local")
+        try:
+            work()
+        finally:
+            graph.capture_end()
         return graph
 
 

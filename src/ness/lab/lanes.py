@@ -15,7 +15,7 @@ import torch
 
 from ness.errors import NessError
 from ness.lab.devices import MOST_LANES, UNKNOWN_NEED
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import Pause, Pausing
 
 Result = TypeVar("Result")
 Run = Callable[[], Pausing[Result]]
@@ -30,6 +30,7 @@ class Lane:
     stream: torch.cuda.Stream | None
     event: torch.cuda.Event | None = None
     waited: float | None = None  # seconds the host has waited for it; None before it has begun
+    pause: Pause = None  # what it put on the device last
 
     def ready(self) -> bool:
         """Whether what it put on the device is done."""
@@ -39,10 +40,10 @@ class Lane:
         """To the next pause; StopIteration carries the result."""
         waited, self.waited = self.waited, 0.0
         if self.stream is None:
-            self.work.send(waited)
+            self.pause = self.work.send(waited)
             return
         with torch.cuda.stream(self.stream):
-            self.work.send(waited)
+            self.pause = self.work.send(waited)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self.event.record(self.stream)
 
@@ -74,7 +75,7 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
             number, run = waiting.popleft()
             stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
             active.append(Lane(number, run(), stream))
-        lane = _next(active)
+        lane = next_lane(active)
         try:
             lane.go_on()
         except StopIteration as end:
@@ -82,16 +83,21 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
         except NessError as error:
             ends[lane.number] = error
         else:
-            active.append(lane)
+            active.append(lane) if lane.pause == "epoch" else active.appendleft(lane)
     return [ends[number] for number in range(len(runs))]
 
 
-def _next(active: deque[Lane]) -> Lane:
-    """The first lane that is ready, taken out of the queue; the oldest one is waited for where none is."""
-    for lane in active:
-        if lane.ready():
-            active.remove(lane)
-            return lane
+def next_lane(active: deque[Lane]) -> Lane:
+    """A lane that is ready, taken out of the queue; the oldest one is waited for where none is.
+
+    Lanes that train come first, so that the device has steps to do; then the one whose work between tasks was begun
+    last. Taken in turn, lanes of one schedule would stay in step for ever, and all leave the device idle at once.
+    """
+    ready = [lane for lane in active if lane.ready()]
+    if ready:
+        lane = next((lane for lane in ready if lane.pause == "epoch"), ready[0])
+        active.remove(lane)
+        return lane
     lane = active.popleft()
     assert lane.event is not None
     began = time.perf_counter()

@@ -55,12 +55,12 @@ class Stopwatch:
         """The work; of its pauses only the seconds that the host waited for it count, to the phase it paused in."""
         while True:
             try:
-                next(work)
+                pause = next(work)
             except StopIteration as end:
                 result: Result = end.value
                 return result
             self._book()
-            waited = yield
+            waited = yield pause
             self._since = self._clock() - (waited or 0.0)
 
     def times(self) -> dict[str, float]:

@@ -121,7 +121,7 @@ class Trainer:
             with self.watch.phase("evaluation"):
                 judged = self.runner.evaluation(learning, self._valid)
             numbers = torch.stack([loss.to(torch.float64), *judged])
-            yield
+            yield "epoch"
             found = numbers.tolist()
         return self.close_epoch(*found)
 
@@ -190,7 +190,7 @@ class Trainer:
             for task in range(seen):
                 self.method.use(task)
                 right.append(self._evaluate(task, "test")[1])
-                yield
+                yield None
             self.method.use(seen - 1)
             row: list[float | None] = [*torch.stack(right).tolist(), *[None] * (len(self.stream) - seen)]
         learning.seconds += time.perf_counter() - began

@@ -110,7 +110,7 @@ def observing(guard: ness.NullSpace, batches: Iterator[Tensor], context: Context
     with context.watch.phase("observing"):
         while few := list(islice(batches, BATCHES_A_CALL)):
             guard.observe(few, forward=features_of)
-            yield
+            yield None
 
 
 def observed(tasks: tuple[Samples, ...], size: int, *, mixed: bool) -> Iterator[Tensor]:
