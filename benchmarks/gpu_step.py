@@ -10,7 +10,6 @@ from functools import partial
 
 import torch
 
-from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.capture import CapturedRunner, PlainRunner
 from ness.lab.environment import repeatable
@@ -20,7 +19,7 @@ from ness.lab.pauses import Pausing
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
 
-IMAGES, EPOCHS = 64 * 50, 16
+IMAGES, EPOCHS = 64 * 50, 8
 
 
 def stream(size: int, classes: int, request: Request) -> Stream:
@@ -34,29 +33,37 @@ def stream(size: int, classes: int, request: Request) -> Stream:
     return Stream("random", tuple(tasks))
 
 
-def lane(method: str, network: str, size: int, seed: int, captured: bool, device: torch.device) -> Pausing[list[float]]:
-    """Trains two tasks; the moments at which the epochs of the second ended."""
+def prepared(
+    method: str, network: str, size: int, seed: int, epochs: int, captured: bool, fast: bool, device: torch.device
+) -> Trainer:
+    """A trainer in its second task with one epoch behind it, captured if it is to be, and `epochs` before it."""
     bench = Benchmark("random", "", network, 2, partial(stream, size, 10))
-    job = resolve(method, bench, changes={"epochs": EPOCHS, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4})
+    changes = {"epochs": epochs + 1, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4}
+    job = resolve(method, bench, changes=changes)
     runner = CapturedRunner() if captured else PlainRunner()
     net = registry.find("network", network, registry.all_networks())
-    trainer = Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner)
-    ends: list[float] = []
-    while not trainer.done:
-        event = yield from trainer.unit()
-        if event.kind == "epoch" and trainer.at == 1:
-            ends.append(time.perf_counter())
-    return ends
+    trainer = Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner, fast=fast)
+    while not (trainer.at == 1 and trainer.learning is not None and trainer.learning.epoch == 1):
+        trainer.advance()
+    return trainer
 
 
-def milliseconds(method: str, network: str, size: int, lanes: int, captured: bool, device: torch.device) -> float:
-    """Of one step of one lane: the time in which all lanes were in their second task, over the steps done in it."""
-    runs = [partial(lane, method, network, size, seed, captured, device) for seed in range(lanes)]
-    found = [end for end in side_by_side(runs, device, lanes) if not isinstance(end, NessError)]
-    assert len(found) == lanes
-    begin, end = max(ends[0] for ends in found), min(ends[-1] for ends in found)
-    epochs = sum(begin < moment <= end for ends in found for moment in ends)
-    return 1e3 * (end - begin) / epochs / (IMAGES / 64)
+def some_epochs(trainer: Trainer, count: int) -> Pausing[None]:
+    for _ in range(count):
+        yield from trainer.unit()
+
+
+def milliseconds(
+    method: str, network: str, lanes: int, device: torch.device, captured: bool = True, fast: bool = False
+) -> float:
+    """Of one step of one lane, all lanes in their second task."""
+    size, epochs = 84 if network.endswith("84") else 32, EPOCHS if captured else 2
+    trainers = [prepared(method, network, size, seed, epochs, captured, fast, device) for seed in range(lanes)]
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    side_by_side([partial(some_epochs, trainer, epochs) for trainer in trainers], device, lanes)
+    torch.cuda.synchronize()
+    return 1e3 * (time.perf_counter() - began) / (lanes * epochs * IMAGES / 64)
 
 
 def main() -> None:
@@ -69,21 +76,20 @@ def main() -> None:
         return
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds a step and lane, batch 64")
-    with repeatable(device):
-        for network in asked.networks:
-            report(network, asked.lanes, device)
-
-
-def report(network: str, several: list[int], device: torch.device) -> None:
-    size = 84 if network.endswith("84") else 32
-    row = {"plain loop": milliseconds("ness", network, size, 1, False, device)}
-    for lanes in several:
-        row[f"captured, {lanes} lanes"] = milliseconds("ness", network, size, lanes, True, device)
-        row[f"unconstrained, {lanes} lanes"] = milliseconds("finetune", network, size, lanes, True, device)
-    print(f"{network}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
-    for lanes in several:
-        ratio = row[f"captured, {lanes} lanes"] / row[f"unconstrained, {lanes} lanes"]
-        print(f"  NESS costs {ratio:.2f} × the unconstrained step with {lanes} lanes")
+    for network in asked.networks:
+        with repeatable(device):
+            row = {"plain loop": milliseconds("ness", network, 1, device, captured=False)}
+            for lanes in asked.lanes:
+                row[f"captured, {lanes} lanes"] = milliseconds("ness", network, lanes, device)
+                row[f"unconstrained, {lanes} lanes"] = milliseconds("finetune", network, lanes, device)
+                row[f"ness-plus, {lanes} lanes"] = milliseconds("ness-plus", network, lanes, device)
+        with repeatable(device, wanted=False):
+            most = max(asked.lanes)
+            row[f"captured --fast, {most} lanes"] = milliseconds("ness", network, most, device, fast=True)
+        print(f"{network}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
+        for lanes in asked.lanes:
+            ratio = row[f"captured, {lanes} lanes"] / row[f"unconstrained, {lanes} lanes"]
+            print(f"  NESS costs {ratio:.2f} × the unconstrained step with {lanes} lanes", flush=True)
 
 
 if __name__ == "__main__":

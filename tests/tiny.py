@@ -81,10 +81,10 @@ def job(method: Any = "finetune", **changes: Any) -> Job:
 
 
 def trainer(
-    method: Any = "finetune", seed: int = 1, runner: Any = None, device: Any = None, quick: bool = False, **changes: Any
+    method: Any = "finetune", seed: int = 1, runner: Any = None, device: Any = None, fast: bool = False, **changes: Any
 ) -> Trainer:
     work = job(method, **changes)
-    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed, device, runner, quick=quick)
+    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed, device, runner, fast=fast)
 
 
 def to_the_end(one: Trainer) -> Trainer:

@@ -87,7 +87,7 @@ def test_fast_steps_are_captured_and_near_the_exact_ones(method: str, changes: d
     losses = []
     for quick, runner in ((False, PlainRunner()), (True, PlainRunner()), (True, CapturedRunner())):
         with torch.cuda.stream(torch.cuda.Stream()), repeatable(CARD, not quick):
-            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CARD, quick=quick, **changes)
+            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CARD, fast=quick, **changes)
             found = []
             while not trainer.done:
                 event = trainer.advance()

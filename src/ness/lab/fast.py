@@ -1,4 +1,4 @@
-"""What `--fast` changes: bfloat16 where a step multiplies, images channels-last, kernels chosen by trial.
+"""What `--fast` changes: bfloat16 where a step multiplies, and kernels chosen by trial.
 
 Weights, gradients and optimizers stay float32, statistics float64 from float32 rows, evaluation float32. A seed no
 longer gives the same bits twice.
@@ -7,7 +7,6 @@ longer gives the same bits twice.
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor, nn
 
 from ness.errors import NessError
 
@@ -27,14 +26,3 @@ def narrow(device: torch.device, fast: bool) -> AbstractContextManager[object]:
     every cast it needs.
     """
     return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if fast else nullcontext()
-
-
-def laid_out(images: Tensor, fast: bool) -> Tensor:
-    """Images (n, c, h, w), channels last in memory if fast."""
-    return images.contiguous(memory_format=torch.channels_last) if fast else images
-
-
-def lay_out(network: nn.Module, fast: bool) -> None:
-    """The kernels of convolutions channels last in memory, if fast."""
-    if fast:
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

@@ -8,7 +8,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.optim import Optimizer
 
-from ness.lab.fast import laid_out, narrow
+from ness.lab.fast import narrow
 from ness.lab.loader import Clock, Samples, mixed_up
 from ness.lab.methods.base import Method, clear
 
@@ -40,7 +40,6 @@ class Step:
         """Learns from the samples at `inputs.index`; the loss before the step, detached."""
         self.lr.copy_(inputs.lr)
         batch = replace(self.samples.take(inputs.index), clock=inputs.clock, rate=inputs.lr)
-        batch = replace(batch, images=laid_out(batch.images, self.fast))
         if inputs.share is not None:
             batch = mixed_up(batch, inputs.share, self.random)
         clear(self.trained)

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 
 from ness.errors import NessError
-from ness.lab import fast
 from ness.lab.capture import PlainRunner, Runner
 from ness.lab.evaluate import evaluate
 from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
@@ -52,7 +51,7 @@ class Trainer:
         device: torch.device | None = None,
         runner: Runner | None = None,
         watch: Stopwatch | None = None,
-        quick: bool = False,
+        fast: bool = False,
     ) -> None:
         self.runner = runner or PlainRunner()
         self.watch = watch or Stopwatch()
@@ -62,9 +61,8 @@ class Trainer:
         self.training: Training = part_of(settings, Training)
         self.random = Randomness.of(seed, self.device)
         model = self._built(network)
-        fast.lay_out(model, quick)
         own = part_of(settings, method.settings)
-        self.context = Context(model, self.training, own, len(stream), self.random, self.device, self.watch, quick)
+        self.context = Context(model, self.training, own, len(stream), self.random, self.device, self.watch, fast)
         self.method: Method = method.build(self.context)
         self.data: dict[SplitName, list[Samples]] = {
             split: [on_device(getattr(task, split), task, i, self.device) for i, task in enumerate(stream.tasks)]

@@ -170,7 +170,7 @@ RECIPE = {"schedule": "cosine", "drop_last": True, "mixup": 0.2, "norm": "stored
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {
         "digits": {"norm": "stored"},
-        "cifar100": {**RECIPE, "epochs": 50, "weight_decay": 5e-4},
+        "cifar100": {**RECIPE, "epochs": 50, "weight_decay": 1e-4},
         "five-datasets": {**RECIPE, "epochs": 20},
         "mini-imagenet": {**RECIPE, "epochs": 30},
     }
