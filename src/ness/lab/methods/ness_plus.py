@@ -166,11 +166,11 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
     return moments + int(4 * (sizes.tasks - 1) * a_task) + 8 * sets * directions
 
 
-RECIPE = {"schedule": "cosine", "drop_last": True, "mixup": 0.2, "norm": "stored", "lr": 0.01}
+RECIPE = {"schedule": "cosine", "drop_last": True, "mixup": 0.2, "norm": "stored", "lr": 0.01, "weight_decay": 1e-4}
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {
         "digits": {"norm": "stored"},
-        "cifar100": {**RECIPE, "epochs": 50, "weight_decay": 1e-4},
+        "cifar100": {**RECIPE, "epochs": 50},
         "five-datasets": {**RECIPE, "epochs": 20},
         "mini-imagenet": {**RECIPE, "epochs": 30},
     }
