@@ -139,7 +139,7 @@ def reach(gram: Tensor, basis: Tensor) -> Tensor:
     """
     if basis.shape[-1] == 0:
         return gram.new_zeros(gram.shape[0])
-    eigenvalues, _ = symmetric_eigen(basis.mT @ gram @ basis)
+    eigenvalues = symmetric_eigenvalues(basis.mT @ gram @ basis)
     floor = torch.linalg.matrix_norm(gram) * (gram.shape[-1] * FLOAT64_EPSILON)  # ‖C‖_F ≥ λ_max
     anything = (basis != 0).any(dim=-1).any(dim=-1)
     return torch.where(anything, torch.maximum(eigenvalues[..., -1], floor), 0.0).sqrt()

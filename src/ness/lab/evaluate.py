@@ -1,10 +1,13 @@
-"""Evaluation in one fixed order, batch 64, without a host synchronisation before the end."""
+"""Evaluation in one fixed order without a host synchronisation before the end.
+
+In batches of 64 where BatchNorm uses the statistics of the batch; where it uses stored ones samples do not meet.
+"""
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from ness.lab.loader import Samples
+from ness.lab.loader import EVALUATION_BATCH, LARGE_BATCH, Samples
 from ness.lab.methods.base import Method
 
 
@@ -17,7 +20,8 @@ def evaluate(method: Method, samples: Samples, order: Tensor) -> tuple[Tensor, T
     method.model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=order.device)
     right = torch.zeros((), dtype=torch.float64, device=order.device)
-    for batch in samples.batches(order):
+    stored = method.context.training.norm == "stored"
+    for batch in samples.batches(order, LARGE_BATCH if stored else EVALUATION_BATCH):
         logits = method.logits(batch)
         loss += F.cross_entropy(logits, batch.labels, reduction="sum")
         right += (logits.argmax(1) == batch.labels).sum()

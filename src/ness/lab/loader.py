@@ -12,6 +12,7 @@ from ness.lab.streams.base import Split, Task
 
 SplitName = Literal["train", "valid", "test"]
 EVALUATION_BATCH = 64
+LARGE_BATCH = 512  # where samples of a batch do not meet, as many as fill a card
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 

@@ -118,8 +118,9 @@ def test_recomputed_statistics_taken_up_in_a_task() -> None:
 
 
 def test_observed_order_is_fixed_and_random() -> None:
-    samples = tiny.trainer("ness").data["train"][1]
-    images = torch.cat(list(observed((samples,), 16, mixed=False)))
+    one = tiny.trainer("ness")
+    samples = one.data["train"][1]
+    images = torch.cat(list(observed((samples,), one.context.training, mixed=False)))
     order = torch.randperm(56, generator=torch.Generator().manual_seed(derive(20_001, 0)))
     assert torch.equal(images, samples.take(order).images)
 

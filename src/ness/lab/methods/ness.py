@@ -9,11 +9,11 @@ from torch import Tensor, nn
 
 import ness
 from ness.errors import NessError
-from ness.lab.loader import Samples, fixed_order, together
+from ness.lab.loader import LARGE_BATCH, Samples, fixed_order, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.pauses import Pausing
-from ness.lab.settings import setting
+from ness.lab.settings import Training, setting
 
 BATCHES_A_CALL = 16  # observed between two pauses
 
@@ -87,7 +87,7 @@ class Ness(Method):
         return notes
 
     def _observe(self, tasks: tuple[Samples, ...]) -> Pausing[None]:
-        batches = observed(tasks, self.context.training.batch, mixed=self.own.borders == "mixed")
+        batches = observed(tasks, self.context.training, mixed=self.own.borders == "mixed")
         yield from observing(self.guard, batches, self.context)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -113,11 +113,12 @@ def observing(guard: ness.NullSpace, batches: Iterator[Tensor], context: Context
             yield None
 
 
-def observed(tasks: tuple[Samples, ...], size: int, *, mixed: bool) -> Iterator[Tensor]:
+def observed(tasks: tuple[Samples, ...], training: Training, *, mixed: bool) -> Iterator[Tensor]:
     """Images of tasks in batches: task by task in a fixed random order, or stored order across borders.
 
-    The order matters only where BatchNorm uses the statistics of the batch.
+    Order and size matter only where BatchNorm uses the statistics of the batch; elsewhere batches are large.
     """
+    size = LARGE_BATCH if training.norm == "stored" else training.batch
     if mixed:
         every = together(tasks)
         yield from (batch.images for batch in every.batches(every.stored_order(), size))

@@ -3,11 +3,14 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Generator, Tensor, nn
+from torch.nn import functional as F
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ness.errors import NessError
 from ness.lab.nets.dropout import Dropout
@@ -60,27 +63,36 @@ def heads(width: int, classes: Sequence[int]) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(width, count, bias=False) for count in classes)
 
 
-class BatchNorm2d(nn.BatchNorm2d):
-    """BatchNorm by torch's own kernels on a card.
+class _Norm(_BatchNorm):
+    """BatchNorm that counts no batches, by torch's own kernels on a card.
 
-    cuDNN's give a channel to a block, so that twenty channels use a seventh of an H200, or are cooperative ones, whose
-    captured graphs are slow to launch.
+    The count is for averages that these networks do not take. cuDNN's kernels give a channel to a block, so that twenty
+    channels use a seventh of an H200, or are cooperative ones, whose captured graphs are slow to launch.
     """
 
     def forward(self, input: Tensor) -> Tensor:
-        """(n, c, h, w) to the same shape."""
-        if not input.is_cuda:
-            return super().forward(input)
-        with torch.backends.cudnn.flags(enabled=False):
-            return super().forward(input)
+        """(n, c, ...) to the same shape."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        batch = self.training or self.running_mean is None
+        held = self.running_mean, self.running_var, self.weight, self.bias
+        with torch.backends.cudnn.flags(enabled=False) if input.is_cuda else nullcontext():
+            return F.batch_norm(input, *held, batch, self.momentum or 0.0, self.eps)
 
 
-def norm1d(width: int, norms: Norms) -> nn.BatchNorm1d:
+class BatchNorm1d(_Norm, nn.BatchNorm1d):
+    """After a linear layer."""
+
+
+class BatchNorm2d(_Norm, nn.BatchNorm2d):
+    """After a convolution."""
+
+
+def norm1d(width: int, norms: Norms) -> BatchNorm1d:
     """BatchNorm after a linear layer; see `norm2d` for the policies."""
-    return nn.BatchNorm1d(width, track_running_stats=norms == "stored")
+    return BatchNorm1d(width, track_running_stats=norms == "stored")
 
 
-def norm2d(width: int, norms: Norms) -> nn.BatchNorm2d:
+def norm2d(width: int, norms: Norms) -> BatchNorm2d:
     """BatchNorm after a convolution.
 
     "batch": the statistics of the batch, at training and at test, as in the lineage; accuracy depends on who shares
