@@ -15,8 +15,8 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
 	touch $@
 
-run: $(VENV)/.ready             ## train finetune, frozen and ness on real digits, print the table, write the report
-	$(BIN)/python -m ness table --benchmark digits --methods finetune frozen ness --seeds 1 2 3
+run: $(VENV)/.ready             ## train four methods on real digits, print the table, write the report
+	$(BIN)/python -m ness table --benchmark digits --methods finetune frozen ness ness-plus --seeds 1 2 3
 	@$(BIN)/python -m ness report runs/ > /dev/null
 
 test: $(VENV)/.ready            ## set everything up and run the tests
