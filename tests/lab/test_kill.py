@@ -42,13 +42,14 @@ def killed_after(argv: list[str], out: Path, seconds: float) -> bool:
     return process.returncode != 0
 
 
-@pytest.mark.parametrize("method", ["finetune", "joint", "ness"])
+@pytest.mark.parametrize("method", ["finetune", "joint", "ness", "ness-plus"])
 def test_killed_at_random_moments(method: str, tmp_path: Path) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     subprocess.run(command(method, whole), env=HERE, check=True, capture_output=True)
+    lasted = json.loads((finished(whole)[0] / "result.json").read_text())["total_seconds"]
     draw, kills = random.Random(method), 0
-    for _ in range(25):
-        kills += killed_after(command(method, cut), cut, draw.uniform(0.2, 1.6))
+    for _ in range(40):
+        kills += killed_after(command(method, cut), cut, draw.uniform(0, lasted / 4))
         if finished(cut):
             break
     (one,), (other,) = finished(whole), finished(cut)
