@@ -79,5 +79,5 @@ def run_all(
         if isinstance(end, Outcome):
             grid.outcomes.append(end)
         else:
-            grid.failures[f"{job.method.name} on {job.benchmark.name}, seed {seed}"] = str(end)
+            grid.failures[f"{job.title} on {job.benchmark.name}, seed {seed}"] = str(end)
     return grid

@@ -38,6 +38,7 @@ class Job:
     settings: Any
     label: str  # the preset and what was changed by hand, for tables
     fast: bool = False  # speed before repeatability: see `ness.lab.fast`
+    name: str = ""  # what a table calls it; by default the method's name
 
     @property
     def digest(self) -> str:
@@ -45,6 +46,16 @@ class Job:
         named = [self.method.name, self.benchmark.name, SCHEMA, self.as_dict(), *(["fast"] if self.fast else [])]
         text = json.dumps(named, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def title(self) -> str:
+        """What people read: the job's own name, or its method's."""
+        return self.name or self.method.name
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What was set by hand: the settings that are not the preset's."""
+        return departures(self.method, self.benchmark, self.preset, self.settings)
 
     def as_dict(self) -> dict[str, Any]:
         """The settings by name."""
@@ -102,12 +113,16 @@ def resolve(
     settings = overridden(kind, {}, base, f"preset {name} of {spec.name} on {bench.name}")
     settings = overridden(kind, dataclasses.asdict(settings), changes, f"{spec.name} on {bench.name}")
     check(spec, settings, changes)
-    default = kind(**base)
-    differing = [
-        f"{key}={value}" for key, value in dataclasses.asdict(settings).items() if value != getattr(default, key)
-    ]
+    differing = [f"{key}={value}" for key, value in departures(spec, bench, name, settings).items()]
     label = " ".join([name, *differing, *(["fast"] if fast else [])])
     return Job(spec, bench, name, settings, label, fast)
+
+
+def departures(method: MethodSpec, benchmark: Benchmark, preset: Preset, settings: Any) -> dict[str, Any]:
+    """The settings that are not those of the preset under the optimizer asked for; nor, then, is the optimizer."""
+    base = preset_values(method, benchmark, preset, settings.optimizer)
+    default = settings_type(method, benchmark)(**base)
+    return {key: value for key, value in dataclasses.asdict(settings).items() if value != getattr(default, key)}
 
 
 def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None:

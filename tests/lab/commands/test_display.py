@@ -35,9 +35,19 @@ def test_the_bar_shows_task_epoch_loss_accuracy_and_time_left() -> None:
         assert "left" in task.fields["left"]
         hear(Event("learnt", LEARNT))
         bar.say("[a remark]")
-        bar.listener(tiny.job(), 8)
-        assert len(progress.tasks) == 1
     assert "[a remark]" in out.getvalue()
+
+
+def test_every_run_that_goes_on_has_a_bar_of_its_own() -> None:
+    with Progress(TextColumn("{task.description}"), console=Console(file=io.StringIO())) as progress:
+        bar = Bar(progress, 2)
+        one, other = bar.listener(tiny.job(), 7), bar.listener(tiny.job(), 8)  # as `run_all` does: before any run
+        for hear in (one, other):
+            hear(Event("begun", {"tasks": 2, "lessons": 2}))
+            hear(Event("epoch", EPOCH))
+        assert [task.description for task in progress.tasks] == ["[1/2] finetune seed 7", "[2/2] finetune seed 8"]
+        one(Event("learnt", LEARNT))
+        assert [task.description for task in progress.tasks] == ["[2/2] finetune seed 8"]
 
 
 def test_time_left_is_unknown_at_the_start() -> None:

@@ -91,7 +91,7 @@ class Lines:
     def listener(self, job: Job, seed: int) -> Listener:
         """Writes the run's name before each of its lines."""
         self.number += 1
-        head = f"[{self.number}/{self.runs}] {job.method.name} on {job.benchmark.name}, seed {seed}"
+        head = f"[{self.number}/{self.runs}] {job.title} on {job.benchmark.name}, seed {seed}"
         tasks = job.benchmark.tasks
 
         def hear(event: Event) -> None:
@@ -114,29 +114,29 @@ class Lines:
 
 
 class Bar:
-    """A live bar: the task, the epoch, loss and validation accuracy, and the time left."""
+    """A live bar for each run that goes on: the task, the epoch, loss and validation accuracy, and the time left."""
 
     def __init__(self, progress: Progress, runs: int) -> None:
         self.progress, self.runs, self.number = progress, runs, 0
-        self.bar: TaskID | None = None
 
     def listener(self, job: Job, seed: int) -> Listener:
-        """Starts the run's bar in place of the last one's."""
+        """A bar that comes with the run's first event and goes with its last."""
         self.number += 1
-        if self.bar is not None:
-            self.progress.remove_task(self.bar)
-        head = f"[{self.number}/{self.runs}] {job.method.name} seed {seed}"
-        bar = self.bar = self.progress.add_task(head, total=1.0, now="", left="")
-        epochs, began, first = job.settings.epochs, time.monotonic(), 0.0
+        head = f"[{self.number}/{self.runs}] {job.title} seed {seed}"
+        epochs, began, first = job.settings.epochs, 0.0, 0.0
         tasks = lessons = 1
+        bar: TaskID | None = None
 
         def hear(event: Event) -> None:
-            nonlocal tasks, lessons, first
+            nonlocal tasks, lessons, first, began, bar
             facts = event.facts
+            if event.kind == "remark":
+                self.say(facts["text"])
+                return
+            if bar is None:
+                bar, began = self.progress.add_task(head, total=1.0, now="", left=""), time.monotonic()
             if event.kind == "begun":
                 tasks, lessons = facts["tasks"], facts["lessons"]
-            elif event.kind == "remark":
-                self.say(facts["text"])
             elif event.kind == "resumed":
                 first = (facts["tasks"] + facts["epoch"] / epochs) / lessons
             elif event.kind == "epoch":
@@ -148,6 +148,8 @@ class Bar:
                 done = (facts["task"] + 1) / lessons
                 now = f"task {len(facts['accuracy'])}/{tasks} learnt: {facts['accuracy'][-1]:.1f} %"
                 self._move(bar, done, now, "")
+                if facts["task"] + 1 == lessons:
+                    self.progress.remove_task(bar)
 
         return hear
 
