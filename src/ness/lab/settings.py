@@ -107,7 +107,12 @@ def overridden(kind: type, base: Mapping[str, Any], changes: Mapping[str, Any], 
         if name not in hints:
             raise NessError(f"{where}: no setting is called {name!r}.{nearest(name, hints)}")
         check_type(name, value, hints[name], where)
-    return kind(**{**base, **changes})
+    return kind(**{**base, **{name: _as_declared(value, hints[name]) for name, value in changes.items()}})
+
+
+def _as_declared(value: Any, hint: Any) -> Any:
+    """An int where a float is declared as that float: 1 and 1.0 are one setting, with one digest."""
+    return float(value) if isinstance(value, int) and hint in (float, float | None) else value
 
 
 def check_type(name: str, value: Any, hint: Any, where: str) -> None:

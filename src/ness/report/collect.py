@@ -30,7 +30,7 @@ class Found:
     problems: tuple[Problem, ...] = ()
 
 
-def collect(paths: Sequence[Path]) -> Found:
+def collect(paths: Sequence[Path], *, none_is_fine: bool = False) -> Found:
     """Every run in or below the paths, in the order of their names; a damaged one does not stop the rest."""
     records: list[Record] = []
     problems: list[Problem] = []
@@ -46,7 +46,7 @@ def collect(paths: Sequence[Path]) -> Found:
             continue
         places[key] = folder
         records.append(found)
-    if not records:
+    if not records and not none_is_fine:
         shown = "; ".join([" and ".join(map(str, paths)), *map(str, problems[:3])])
         raise NessError(f"there is no finished run under {shown}. A run is finished when it has a good result.json")
     return Found(tuple(records), tuple(problems))

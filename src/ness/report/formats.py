@@ -9,6 +9,7 @@ from ness.report.shown import number, printed
 from ness.report.table import Measured, Row
 
 HEADER = ("benchmark", "method", "setting", "seeds", "ACC", "BWT", "forgetting", "learning", "forward", "seconds")
+NOT_RUN = "not run yet"
 PAPER = ("paper ACC", "paper BWT")
 
 
@@ -16,10 +17,10 @@ def cells(row: Row) -> tuple[str, ...]:
     """The row as it is shown to people."""
     return (
         row.benchmark,
-        row.method,
+        row.title,
         row.setting,
         " ".join(map(str, row.seeds)),
-        number(row.acc),
+        number(row.acc) if row.seeds else NOT_RUN,
         number(row.bwt, signed=True),
         number(row.forgetting, signed=True),
         number(row.learning),
@@ -67,19 +68,21 @@ def pipes(lines: Sequence[Sequence[str]]) -> str:
 
 
 def comma_separated(rows: Sequence[Row]) -> str:
-    """CSV with every number in full; empty where there is none."""
+    """CSV with every number in full; empty where there is none. The names of a plan's rows stand last."""
     names = ("acc", "bwt", "forgetting", "learning", "forward", "seconds")
     header = ["benchmark", "method", "setting", "seeds"]
     header += [*(column for name in names for column in (name, f"{name}_std")), "memory"]
     header += ["paper_acc", "paper_acc_std", "paper_bwt", "paper_bwt_std"]
-    lines: list[Sequence[object]] = [header]
+    named = any(row.name for row in rows)
+    lines: list[Sequence[object]] = [[*header, *(["name"] if named else [])]]
     for row in rows:
         values: list[object] = [row.benchmark, row.method, row.setting, " ".join(map(str, row.seeds))]
         for name in names:
             measured: Measured = getattr(row, name)
             values += ["", ""] if measured is None else [measured[0], "" if measured[1] is None else measured[1]]
         values.append("" if row.memory is None else row.memory)
-        lines.append([*values, *(("",) * 4 if row.paper is None else (*row.paper.acc, *row.paper.bwt))])
+        values += ("",) * 4 if row.paper is None else (*row.paper.acc, *row.paper.bwt)
+        lines.append([*values, *([row.name] if named else [])])
     return commas(lines)
 
 

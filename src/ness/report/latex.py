@@ -56,7 +56,7 @@ def _lines(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, tuple[Row, Ma
     """By label of the line, and by benchmark in it; settings that read alike get lines of their own."""
     out: dict[tuple[str, int], dict[str, tuple[Row, Marks]]] = {}
     for row, mark in zip(rows, marks(rows), strict=True):
-        label = row.method if row.setting == "fixed" else f"{row.method} ({row.setting})"
+        label = row.title if row.name or row.setting == "fixed" else f"{row.method} ({row.setting})"
         again = 0
         while row.benchmark in out.get((label, again), {}):
             again += 1

@@ -28,6 +28,12 @@ class Row:
     seconds: Measured
     memory: int | None  # bytes, the largest of the seeds
     paper: PaperNumber | None = None
+    name: str = ""  # what a plan calls it
+
+    @property
+    def title(self) -> str:
+        """What people read: the plan's name for it, or the method's."""
+        return self.name or self.method
 
 
 def rows(records: Iterable[Record]) -> list[Row]:

@@ -6,7 +6,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import tyro
 
@@ -17,14 +17,22 @@ from ness.lab.jobs import preset_values, settings_type
 from ness.lab.run import Options
 from ness.lab.settings import PRESETS, Preset, compose, overridden, same_field, setting
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
-class Common:
-    """What `run` and `table` share."""
+class What:
+    """What is run."""
 
     benchmark: str = setting("digits", "see `ness list benchmarks`")
     preset: Preset = setting("fixed", "fixed: traps mended; reference: the code behind the paper; paper: its text")
     seeds: tuple[int, ...] = setting((1,), "one run each")
+
+
+@dataclass(frozen=True)
+class How:
+    """How runs are carried out."""
+
     out: Path = setting(Path("runs"), "folder of the run folders")
     data: Path | None = setting(None, "folder of data sets; the benchmark's own place by default")
     device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto: the card with most free memory, else the CPU")
@@ -37,6 +45,18 @@ class Common:
     threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
     save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
     log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")
+
+    def options(self) -> Options:
+        """What the runs themselves need to know of it."""
+        return Options(
+            self.out, self.data, self.device, self.again, self.save_every, self.lanes, self.plain, self.threads
+        )
+
+
+@dataclass(frozen=True)
+class Common(How, What):
+    """What `run` and `table` share."""
+
     config: Path | None = setting(None, "TOML file of settings by name; the command line goes before it")
 
 
@@ -46,11 +66,6 @@ class Request:
 
     own: Any
     changes: dict[str, Any]
-
-    def options(self) -> Options:
-        """How the runs are carried out."""
-        own = self.own
-        return Options(own.out, own.data, own.device, own.again, own.save_every, own.lanes, own.plain, own.threads)
 
 
 def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: str, prog: str) -> Request:
@@ -80,6 +95,14 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
     explicit = (given(argv) & fields) | set(config)
     changes = {name: getattr(parsed, name) for name in sorted(explicit - set(defaults))}
     return Request(own(**{name: getattr(parsed, name) for name in defaults}), changes)
+
+
+def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
+    """Reads a command line against the fields of `own` alone."""
+    parsed: Any = tyro.cli(
+        _with_help(own), args=list(argv), prog=prog, description=text, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    return own(**_values(parsed))
 
 
 def peek(argv: Sequence[str], name: str) -> str | None:

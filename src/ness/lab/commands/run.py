@@ -42,9 +42,8 @@ def main(argv: list[str]) -> int:
         loggers = named(own.log)
     except NessError as error:
         raise WrongUse(str(error)) from error
-    options = request.options()
     with display(own.quiet, len(own.seeds)) as shown, logged(loggers, own.out, shown.listener) as listener:
-        grid = run_all([(job, seed) for seed in own.seeds], options, listener, shown.say)
+        grid = run_all([(job, seed) for seed in own.seeds], own.options(), listener, shown.say)
     for outcome in grid.outcomes:
         said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[
             outcome.how

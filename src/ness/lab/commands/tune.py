@@ -56,7 +56,7 @@ def main(argv: list[str]) -> int:
         raise WrongUse(str(error)) from error
     work = [(job, seed) for _, job in jobs for seed in own.seeds]
     with display(own.quiet, len(work)) as shown:
-        options, say = request.options(), shown.say
+        options, say = own.options(), shown.say
         grid = run_all(work, options, lambda job, seed: naming(job, shown.listener(job, seed)), say)
     clock.tell(grid, own.times)
     tried = finished(jobs, grid, own.seeds, own.out)

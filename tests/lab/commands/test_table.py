@@ -1,0 +1,111 @@
+"""`ness table --plan`: rows from a file."""
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+
+import tiny
+from ness.cli import main
+
+PLAN = """
+title = "three rows"
+benchmark = "tiny"
+seeds = [2, 1]
+[[row]]
+method = "finetune"
+name = "diverges"
+lr = 1e25
+[[row]]
+method = "finetune"
+epochs = 1
+[[row]]
+method = "ness"
+name = "NESS, wide"
+eps = 0.03
+epochs = 1
+"""
+
+
+@pytest.fixture(autouse=True)
+def plan(monkeypatch, tmp_path: Path) -> Path:
+    tiny.make_known(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "plan.toml"
+    path.write_text(PLAN)
+    return path
+
+
+def lines(text: str) -> list[dict[str, str]]:
+    return list(csv.DictReader(io.StringIO(text)))
+
+
+def test_a_plan_runs_seed_by_seed_notes_what_fails_and_goes_on(capsys, tmp_path: Path) -> None:
+    assert main(["table", "--plan", "plan.toml", "--format", "csv", "--out", "here"]) == 1
+    caught = capsys.readouterr()
+    assert [row["name"] for row in lines(caught.out)] == ["finetune", "NESS, wide"]
+    assert [row["seeds"] for row in lines(caught.out)] == ["1 2", "1 2"]
+    assert "three rows: 3 rows, 2 seeds" in caught.err
+    for seed in (1, 2):
+        assert f"ness: diverges on tiny, seed {seed}: task 1, epoch" in caught.err
+    asked = [json.loads(line) for line in (tmp_path / "here/asked.jsonl").read_text().splitlines()]
+    assert [(one["method"], one["seed"]) for one in asked] == [
+        ("finetune", 2), ("finetune", 2), ("ness", 2), ("finetune", 1), ("finetune", 1), ("ness", 1),
+    ]  # fmt: skip
+    main(["table", "--plan", "plan.toml", "--format", "csv", "--out", "here"])
+    again = capsys.readouterr()
+    assert again.out == caught.out
+    assert "NESS" not in again.err  # what is finished is not run again
+
+
+def test_the_command_lines_seeds_go_before_the_files(capsys, tmp_path: Path) -> None:
+    main(["table", "--plan=plan.toml", "--seeds", "7"])
+    assert "NESS, wide  fixed epochs=1 eps=0.03  7 " in capsys.readouterr().out
+    assert {path.parent.name[-5:] for path in tmp_path.glob("runs/*/result.json")} == {"seed7"}
+
+
+def test_from_records_alone_what_is_missing_is_shown(capsys, tmp_path: Path) -> None:
+    (tmp_path / "runs").mkdir()
+    argv = ["table", "--plan", "plan.toml", "--from", "runs"]
+    assert main(argv) == 0
+    assert capsys.readouterr().out.count("not run yet") == 3
+    run = ["run", "--benchmark", "tiny", "--method", "ness", "--eps", "0.03", "--epochs", "1", "--seeds", "1"]
+    assert main(run) == 0
+    capsys.readouterr()
+    assert main(argv) == 0
+    out = capsys.readouterr().out
+    assert out.count("not run yet") == 2
+    assert "NESS, wide  fixed epochs=1 eps=0.03  1 " in out
+    assert main([*argv, "--format", "latex"]) == 0
+    assert "NESS, wide & $" in capsys.readouterr().out
+    assert main([*argv, "--seeds", "2"]) == 0
+    assert capsys.readouterr().out.count("not run yet") == 3
+    assert main([*argv, "--fast"]) == 0
+    assert capsys.readouterr().out.count("not run yet") == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--methods", "ness"], "--methods does not go with --plan: put it in plan.toml"),
+        (["--lr", "0.1", "--weight-decay=0"], "--lr, --weight-decay does not go with --plan"),
+        (["--aperture", "3"], "--aperture does not go with --plan"),
+        (["--preset", "fixed"], "--preset does not go with --plan"),
+        (["--lanez", "3"], "--lanez"),
+        (["--from", "runs", "--out", "x"], "--out"),
+    ],
+)
+def test_what_stands_in_the_plan_is_no_flag(flags: list[str], message: str, capsys) -> None:
+    assert main(["table", "--plan", "plan.toml", *flags]) == 2
+    caught = capsys.readouterr()
+    assert message in caught.err
+    assert caught.out == ""
+
+
+def test_a_wrong_plan_is_refused_before_anything_runs(capsys, plan: Path, tmp_path: Path) -> None:
+    plan.write_text(PLAN + "epz = 1\n")
+    assert main(["table", "--plan", "plan.toml"]) == 2
+    assert "row 3 (NESS, wide): ness on tiny has no setting 'epz'. Did you mean eps?" in capsys.readouterr().err
+    assert not (tmp_path / "runs").exists()
