@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-browser lint types bench clean
+.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-browser lint types tables bench clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -46,6 +46,9 @@ test-browser: $(VENV)/.ready    ## the report in a real browser (Debian's chromi
 lint: $(VENV)/.ready            ## ruff: style and format
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
+
+tables: $(VENV)/.ready          ## make the tables in README.md and docs/ anew from results/
+	$(BIN)/python -m ness.report.documents README.md docs/*.md
 
 types: $(VENV)/.ready           ## mypy --strict over the package
 	$(BIN)/python -m mypy

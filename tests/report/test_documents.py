@@ -1,0 +1,119 @@
+"""Documents whose figures cannot go stale."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ness import NessError
+from ness.lab.experiment import read
+from ness.lab.metrics import scores
+from ness.report.collect import collect
+from ness.report.documents import END, main, records_in, renewed
+from report.making import record, result, write
+
+ROOT = Path(__file__).parents[2]
+DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+RESULTS = sorted((ROOT / "results").glob("*/result.json"))
+
+PLAN = """
+title = "A table"
+benchmark = "cifar100"
+seeds = [1, 2]
+[[row]]
+method = "ewc"
+[[row]]
+method = "finetune"
+name = "plain"
+drop_last = true
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "results").mkdir()
+    (tmp_path / "plan.toml").write_text(PLAN)
+    return tmp_path
+
+
+def of(root: Path, text: str, *records) -> str:
+    return renewed(text, root, records, "a.md")
+
+
+def plain(root: Path, seed: int, **changes) -> dict:
+    digest = read(root / "plan.toml").jobs[1].digest
+    return result("finetune", seed, benchmark="cifar100", digest=digest, **changes)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_the_tables_of_every_document_are_those_of_the_records(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    assert renewed(text, ROOT, records_in(ROOT / "results"), path.name) == text, "run `make tables`"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
+def test_what_a_record_says_follows_from_its_accuracy_matrix(path: Path) -> None:
+    said = json.loads(path.read_text(encoding="utf-8"))
+    found = scores(said["accuracy"])
+    for name, value in (("acc", found.acc), ("bwt", found.bwt), ("forgetting", found.forgetting)):
+        assert said[name] == (None if value is None else pytest.approx(value, abs=1e-9)), name
+    assert path.parent.name == f"{said['benchmark']}-{said['method']}-{said['digest']}-seed{said['seed']}"
+
+
+def test_what_stands_between_the_marks_is_made_anew(root: Path) -> None:
+    text = f"before\n<!-- rows: plan.toml -->\nanything\n{END}\nafter\n"
+    runs = [record(**{"method": "finetune", **plain(root, seed)}) for seed in (1, 2)]
+    found = of(root, text, *runs)
+    assert found.startswith("before\n<!-- rows: plan.toml -->\n\n|  | seeds | ACC | BWT | paper's ACC |")
+    assert found.endswith(f"\n\n{END}\nafter\n")
+    lines = [line.split(" | ") for line in found.splitlines() if line.startswith("|")]
+    assert [cell.strip("| ") for cell in lines[2][:6]] == ["ewc (1)", "", "not run yet", "", "68.88 ± 0.80", "−2 ± 1"]
+    assert [cell.strip("| ") for cell in lines[3][:4]] == ["plain", "2", "74.25 ± 0.35", "−11.50 ± 0.71"]
+    assert lines[3][-2:] == ["3", "`ness run --benchmark cifar100 --method finetune --drop-last --seeds 1 2` |"]
+    assert "(1) The paper's figures: copied there from CODE-CL" in found
+    assert of(root, found, *runs) == found
+    assert "1 of 2" in of(root, text, runs[0])
+
+
+def test_a_block_may_name_its_columns(root: Path) -> None:
+    notes = [{}, {"kept": 1234}]
+    run = record(**{"method": "finetune", **plain(root, 1, notes=notes)})
+    found = of(root, f"<!-- rows: plan.toml kept acc -->\n{END}\n", run)
+    assert "|  | numbers a task keeps | ACC |\n" in found
+    assert "| plain | 1,234 | 74.50 |\n" in found
+    assert "CODE-CL" not in found  # no figure of the paper is shown
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("<!-- rows: plan.toml -->\n", "a.md, line 1: the block has no end"),
+        (f"x\n{END}\n", "a.md, line 2: .* where no block may end"),
+        ("<!-- rows: plan.toml -->\n<!-- rows: plan.toml -->\n", "a.md, line 2: .* where no block may begin"),
+        (f"<!-- rows: plan.toml ac -->\n{END}\n", r"a.md, line 1: no column is called 'ac'.* Did you mean acc\?"),
+        (f"<!-- rows: plans.toml -->\n{END}\n", "plans.toml: cannot be read"),
+    ],
+)
+def test_wrong_marks_are_refused(root: Path, text: str, message: str) -> None:
+    with pytest.raises(NessError, match=message):
+        of(root, text)
+
+
+def test_main_renews_files_and_names_those_that_changed(root: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(root)
+    write(root / "results/a", plain(root, 1))
+    Path("with.md").write_text(f"<!-- rows: plan.toml -->\n{END}\n")
+    Path("without.md").write_text("nothing\n")
+    assert main(["with.md", "without.md"]) == 0
+    assert capsys.readouterr().out == "with.md\n"
+    assert "74.50" in Path("with.md").read_text()
+    assert main(["with.md", "without.md"]) == 0
+    assert capsys.readouterr().out == ""
+
+
+def test_a_record_that_cannot_be_counted_is_an_error(root: Path) -> None:
+    assert records_in(root / "results") == ()
+    write(root / "results/a", {})
+    with pytest.raises(NessError, match="is no result of a run"):
+        records_in(root / "results")
+    assert collect([root / "results"], none_is_fine=True).records == ()

@@ -1,0 +1,81 @@
+"""The plans in experiments/: complete, resolvable, and each row what it says it is."""
+
+import shlex
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from ness.lab.commands.arguments import parse
+from ness.lab.commands.run import RunArguments
+from ness.lab.experiment import Experiment, read
+from ness.lab.jobs import Job, resolve
+from ness.report.documents import command
+from ness.report.paper import numbers
+from ness.report.planned import planned
+
+FOLDER = Path(__file__).parents[1] / "experiments"
+RECIPE = {"schedule": "cosine", "epochs": 50, "drop_last": True, "norm": "stored", "mixup": 0.2}
+
+
+def plan(name: str) -> Experiment:
+    return read(FOLDER / f"{name}.toml")
+
+
+def named(name: str) -> dict[str, Job]:
+    return {job.title: job for job in plan(name).jobs}
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_every_row_of_every_file_resolves_and_is_a_run_of_its_own(path: Path) -> None:
+    found = read(path)
+    assert found.title
+    assert found.seeds == (1, 2, 3, 4, 37)
+    assert len({job.digest for job in found.jobs}) == len(found.jobs)
+
+
+@pytest.mark.parametrize("path", sorted(FOLDER.glob("*.toml")), ids=lambda path: path.stem)
+def test_the_command_of_every_row_asks_for_the_same_run(path: Path) -> None:
+    for job in read(path).jobs:
+        words = shlex.split(command(job, (1, 2)))
+        assert words[:2] == ["ness", "run"]
+        request = parse(words[2:], RunArguments, None, "", "ness run")
+        own = request.own
+        again = resolve(own.method, own.benchmark, own.preset, request.changes, own.fast)
+        assert (again.digest, again.label, own.seeds) == (job.digest, job.label, (1, 2))
+
+
+@pytest.mark.parametrize("benchmark", ["cifar100", "mini-imagenet"])
+def test_every_number_of_the_paper_has_its_row(benchmark: str) -> None:
+    asked = [one.row.paper for one in planned(plan(f"paper-{benchmark}"), [])]
+    left = [one for one in numbers() if one.benchmark == benchmark and one not in asked]
+    if benchmark == "mini-imagenet":  # NESS without weight decay is run on CIFAR-100 alone
+        assert [(one.method, one.when["weight_decay"]) for one in left] == [("ness", False)] * 2
+    else:
+        assert left == []
+
+
+def test_one_recipe_for_all() -> None:
+    rows = named("recipe-cifar100")
+    assert set(rows) == {"finetune", "frozen", "joint", "NESS", "GPM", "SGP", "TRGP", "CODE-CL", "NESS+"}
+    for title, job in rows.items():
+        found = {name: getattr(job.settings, name) for name in RECIPE}
+        assert found == RECIPE | ({"mixup": 0.0} if title == "joint" else {}), title
+        own = resolve(job.method, "cifar100").settings
+        assert job.settings.lr == (0.01 if title == "NESS" else own.lr)
+    assert rows["NESS+"].changes == {}
+
+
+def test_the_ablation_adds_one_part_at_a_time() -> None:
+    jobs = plan("ness-plus-ablation").jobs
+    steps = [jobs[n].as_dict() for n in range(5)]
+    differing = [{key for key in one if one[key] != other[key]} for one, other in pairwise(steps)]
+    assert differing == [{"rule", "eps"}, {"norms"}, {"private"}, {"mixup"}]
+    assert jobs[4].changes == {}
+    others = [job.changes for job in jobs[5:]]
+    assert others == [
+        {"rule": "none"},
+        *({"private": k} for k in (4, 8, 16, 32, 64)),
+        {"norm": "batch"},
+        {"basis": "own"},
+    ]
