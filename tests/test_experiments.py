@@ -1,6 +1,7 @@
 """The plans in experiments/: complete, resolvable, and each row what it says it is."""
 
 import shlex
+import tomllib
 from itertools import pairwise
 from pathlib import Path
 
@@ -8,7 +9,7 @@ import pytest
 
 from ness.lab.commands.arguments import parse
 from ness.lab.commands.run import RunArguments
-from ness.lab.experiment import Experiment, read
+from ness.lab.experiment import Experiment, experiment, read
 from ness.lab.jobs import Job, resolve
 from ness.report.documents import command
 from ness.report.paper import numbers
@@ -53,6 +54,12 @@ def test_every_number_of_the_paper_has_its_row(benchmark: str) -> None:
         assert [(one.method, one.when["weight_decay"]) for one in left] == [("ness", False)] * 2
     else:
         assert left == []
+
+
+def test_the_example_in_the_documents_is_a_plan() -> None:
+    text = (FOLDER.parent / "docs/reproduction.md").read_text(encoding="utf-8")
+    found = experiment(tomllib.loads(text.split("```toml\n")[1].split("```")[0]), "the example")
+    assert [job.label for job in found.jobs] == ["reference", "fixed weight_decay=0.0"]
 
 
 def test_one_recipe_for_all() -> None:

@@ -95,12 +95,12 @@ def block(experiment: Experiment, plan: str, columns: Sequence[str], records: Se
     table = [["", *(column.head for column in shown)]]
     table += [["---", *("---:" if column.numeric else "---" for column in shown)]]
     table += [[title(one), *(column.cell(one) for column in shown)] for one in lines]
-    said = "".join(f"({number}) The paper's figures: {note}.  \n" for number, note in enumerate(notes, start=1))
     seeds = ", ".join(map(str, experiment.seeds))
-    over = f"mean ± sample deviation over seeds {seeds}, seconds of one run among others on a card"
-    return (
-        f"\n{pipes(table)}\n{said}{experiment.title}: {over}. All rows: `ness table --plan {plan} --device auto`.\n\n"
-    )
+    said = [f"{experiment.title}: mean ± sample deviation over seeds {seeds}."]
+    said += ["Seconds are of one run."] if "seconds" in chosen else []
+    said += [f"All rows: `ness table --plan {plan} --device auto`."]
+    said += [f"({number}) The paper's figures: {note}." for number, note in enumerate(notes, start=1)]
+    return f"\n{pipes(table)}\n{' '.join(said)}\n\n"
 
 
 def _says_something(name: str, lines: Sequence[Planned]) -> bool:
