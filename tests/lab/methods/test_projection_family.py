@@ -13,6 +13,7 @@ from torch import Generator
 import tiny
 from ness.lab import registry
 from ness.lab.jobs import resolve
+from ness.lab.methods import _basis
 from ness.lab.methods.base import sizes_of
 from ness.lab.metrics import scores
 from ness.lab.streams.base import Benchmark, Split, Stream, Task
@@ -169,3 +170,26 @@ def test_acceptance_on_digits(method: str) -> None:
     assert min(each.learning for each in found) > 85
     assert mean(each.bwt for each in found) >= mean(each.bwt for each in whole("finetune")) + 10
     assert mean(each.acc for each in found) > mean(each.acc for each in whole("frozen"))
+
+
+def test_equal_singular_values_do_not_stop_a_basis(monkeypatch) -> None:
+    """LAPACK's divide and conquer gives up on some such matrices; the result is the same without it."""
+    rows = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))[0][:5]
+    expected = _basis.directions(rows)
+
+    def gives_up(*_: object, **__: object) -> None:
+        raise RuntimeError("failed to converge")
+
+    monkeypatch.setattr(torch.linalg, "svd", gives_up)
+    left, sigma = _basis.directions(rows)
+    assert torch.allclose(sigma, expected[1])
+    assert torch.allclose(left @ left.mT, expected[0] @ expected[0].mT)
+
+
+def test_the_span_of_two_bases_is_orthonormal_and_holds_both() -> None:
+    one, other = (torch.linalg.qr(torch.randn(9, 9, dtype=torch.float64))[0][:, :4] for _ in range(2))
+    both = _basis.span(torch.cat([one, other, one], 1))
+    assert both.shape == (9, 8)
+    assert torch.allclose(both.mT @ both, torch.eye(8, dtype=torch.float64), atol=1e-10)
+    for basis in (one, other):
+        assert torch.allclose(both @ (both.mT @ basis), basis, atol=1e-10)

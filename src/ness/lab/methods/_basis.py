@@ -1,10 +1,28 @@
 """Bases of what a layer's inputs use: how many directions hold a share of the energy, and how a basis grows."""
 
+import scipy.linalg
 import torch
 from torch import Tensor
 
 from ness.gram import gram_of_rows
-from ness.spectrum import decompose
+from ness.spectrum import decompose, symmetric_eigen
+
+
+def left_singular(matrix: Tensor) -> tuple[Tensor, Tensor]:
+    """Left singular vectors (d, k) of a matrix (d, n) and its singular values (k,), largest first.
+
+    Divide and conquer, torch's way, can fail where many singular values are equal, as in the union of two bases;
+    the slower QR iteration does not.
+
+    >>> left_singular(torch.tensor([[0.0, 2.0], [1.0, 0.0]]))[1]
+    tensor([2., 1.])
+    """
+    try:
+        left, sigma, _ = torch.linalg.svd(matrix, full_matrices=False)
+    except RuntimeError:  # LinAlgError is one
+        found = scipy.linalg.svd(matrix.cpu().numpy(), full_matrices=False, lapack_driver="gesvd")
+        left, sigma = (torch.from_numpy(part).to(matrix) for part in found[:2])
+    return left, sigma
 
 
 def directions(rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -15,7 +33,7 @@ def directions(rows: Tensor) -> tuple[Tensor, Tensor]:
     tensor([4., 3.], dtype=torch.float64)
     """
     if len(rows) < rows.shape[1]:
-        left, sigma, _ = torch.linalg.svd(rows.mT, full_matrices=False)
+        left, sigma = left_singular(rows.mT)
         used = sigma > sigma.max() * 1e-12 if len(sigma) else sigma > 0
     else:
         spectrum = decompose(gram_of_rows(rows.unsqueeze(0)))
@@ -86,6 +104,6 @@ def span(vectors: Tensor, tolerance: float = 1e-3) -> Tensor:
     """
     if vectors.shape[1] == 0:
         return vectors
-    left, sigma, _ = torch.linalg.svd(vectors, full_matrices=False)
-    kept: Tensor = left[:, sigma > tolerance]
+    energies, found = symmetric_eigen((vectors @ vectors.mT).unsqueeze(0))  # σ², so that equal ones do no harm
+    kept: Tensor = found[0][:, energies[0] > tolerance**2].flip(1)
     return kept

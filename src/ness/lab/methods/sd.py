@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.methods._basis import new_directions, span
+from ness.lab.methods._basis import left_singular, new_directions, span
 from ness.lab.methods._project import ADAM, named, removal, under
 from ness.lab.methods.base import Context, MethodSpec, Sizes
 from ness.lab.methods.gpm import PRESETS as GPM_PRESETS
@@ -36,7 +36,7 @@ def common(basis: Tensor, other: Tensor, tau: float) -> Tensor:
             [1.],
             [0.]])
     """
-    left, cosines, _ = torch.linalg.svd(basis.mT @ other, full_matrices=False)
+    left, cosines = left_singular(basis.mT @ other)
     shared: Tensor = basis @ left[:, cosines >= tau]
     return shared
 
@@ -44,7 +44,7 @@ def common(basis: Tensor, other: Tensor, tau: float) -> Tensor:
 def plastic(basis: Tensor, stable: Tensor) -> Tensor:
     """The rest of a basis M beside the stable J inside it: an orthonormal basis of (I - J Jᵀ) M, r_M - r_J columns."""
     rest = basis - stable @ (stable.mT @ basis)
-    left, _, _ = torch.linalg.svd(rest, full_matrices=False)
+    left, _ = left_singular(rest)
     found: Tensor = left[:, : basis.shape[1] - stable.shape[1]]
     return found
 
