@@ -1,6 +1,7 @@
+import itertools
 from pathlib import Path
 
-from ness.report.certificates import promises
+from ness.report.certificates import Promise, promises
 from ness.report.figures import curves, drift, heat, scatter, times
 from ness.report.figures.canvas import save
 from ness.report.groups import settings
@@ -34,7 +35,7 @@ def test_the_scatter_shows_those_that_learn_task_after_task() -> None:
     found = rows([record(), record("joint", 1, [[80.0, 90.0]])])
     drawn = scatter.figure(found, [ODD, "joint"], ODD)
     assert drawn is not None
-    assert [text.get_text() for text in drawn.axes[0].texts] == [ODD, "joint: all tasks at once"]
+    assert {text.get_text() for text in drawn.axes[0].texts} == {ODD, "joint: all tasks at once"}
     assert scatter.figure(found[1:], ["joint"], "") is None
 
 
@@ -55,3 +56,18 @@ def test_three_files_that_are_the_same_each_time(tmp_path: Path) -> None:
     assert [path.name for path in paths] == ["m.1.png", "m.1.svg", "m.1.pdf"]
     for path in paths:
         assert (tmp_path / "a" / path.name).read_bytes() == path.read_bytes()
+
+
+def test_labels_of_points_that_lie_together_do_not() -> None:
+    placed = scatter.spread([3.0, 1.0, 1.1, 1.05, 9.0], 0.5)
+    apart = sorted(placed)
+    assert all(b - a >= 0.5 - 1e-6 for a, b in itertools.pairwise(apart))
+    assert sorted(range(5), key=lambda i: placed[i]) == [1, 3, 2, 0, 4]
+    assert placed[0] == 3.0
+    assert placed[4] == 9.0
+
+
+def test_a_certificate_without_drift_says_so() -> None:
+    still = Promise("fc", 2, 8, 0.0, 0.0, 0.0, 0.0, 0.0)
+    drawn = drift.figure([still], ODD)
+    assert [text.get_text() for text in drawn.axes[1].texts] == ["no drift at all"]

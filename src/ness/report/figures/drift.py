@@ -29,7 +29,11 @@ def figure(found: Sequence[Promise], title: str) -> Figure:
     free.set_ylabel("free directions (% of fan-in)")
     free.set_ylim(0, 105)
     drift.set_ylabel(f"RMS drift —, {limit_name(found)} ⋯")
-    drift.set_yscale("log")
+    if any(one.drift > 0 and one.limit > 0 for one in found):
+        drift.set_yscale("log")
+    else:
+        drift.set_yticks([])
+        drift.text(0.5, 0.5, "no drift at all", transform=drift.transAxes, ha="center", va="center", fontsize=9)
     for axes in (free, drift):
         axes.set_xlabel("after task")
         axes.set_xticks(sorted({one.task for one in found}))
