@@ -18,6 +18,12 @@ def test_settings_of_one_method_are_rows_apart() -> None:
     assert len(rows([record(), record(digest="other", setting="fixed lr=1")])) == 2
 
 
+def test_settings_that_read_alike_carry_their_digest() -> None:
+    same, other = rows([record(), record(digest="other")])
+    assert other.setting == f"{record().setting} other"
+    assert same.setting == f"{record().setting} {record().digest}"
+
+
 def test_nothing_is_said_rather_than_a_mean_over_fewer_seeds() -> None:
     alone = record("alone", 1, [[88.0, None], [88.0, 76.0]])
     row = rows([record(seed=1), record(seed=2), alone])[0]

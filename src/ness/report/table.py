@@ -1,7 +1,8 @@
 """The table of a set of runs: one row a setting, mean ± sample deviation over seeds, the paper's number beside it."""
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ness.lab.metrics import mean_and_deviation
 from ness.report import groups
@@ -37,8 +38,16 @@ class Row:
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """One row for each setting, in the order of their first record."""
-    return [row(setting) for setting in groups.settings(with_forward_transfer(records))]
+    """One row for each setting, in the order of their first record; those that read alike carry their digest."""
+    found = groups.settings(with_forward_transfer(records))
+    made = [row(setting) for setting in found]
+    alike = Counter((one.benchmark, one.method, one.setting) for one in made)
+    return [
+        one
+        if alike[one.benchmark, one.method, one.setting] == 1
+        else replace(one, setting=f"{one.setting} {setting.first.digest}")
+        for one, setting in zip(made, found, strict=True)
+    ]
 
 
 def row(setting: Setting) -> Row:
