@@ -30,7 +30,7 @@ COMMANDS = {
     "report": "ness.report.command",
     "watch": "ness.lab.commands.watch",
     "list": "ness.lab.commands.list",
-    "data": "ness.lab.data.command",
+    "data": "ness.lab.commands.data",
 }
 
 

@@ -22,7 +22,7 @@ from ness.install import freeze_norm, install, is_constrained, stored_statistics
 from ness.moments import Moments
 from ness.names import as_patterns
 from ness.norms import affine_parameters, read_norms, uses_batch_statistics, write_norms
-from ness.observe import Forward, Recorder, batches_of, call_model, watching
+from ness.observe import Forward, Recorder, batches_of, call_model, passes_of, watching
 from ness.optimizers import refuse_other_optimizers
 from ness.private import PrivatePart, capped, check_private
 from ness.protected import Protected
@@ -150,27 +150,8 @@ class NullSpace:
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
         """Observe the forward passes that the caller runs inside the `with`."""
-        with self._watching(task) as recorder:
-            passes, inside = 0, False
-
-            def begins(*_: Any) -> None:
-                nonlocal inside
-                if inside:  # the pass before broke off and the caller went on: nothing of it counts
-                    recorder.drop()
-                inside = True
-
-            def ends(*_: Any) -> None:
-                nonlocal passes, inside
-                recorder.end(f"pass {passes}")
-                passes, inside = passes + 1, False
-
-            handles = [self.model.register_forward_pre_hook(begins), self.model.register_forward_hook(ends)]
-            try:
-                yield
-            finally:
-                for handle in handles:
-                    handle.remove()
-            recorder.end("last pass")
+        with self._watching(task) as recorder, passes_of(self.model, recorder):
+            yield
 
     @contextmanager
     def _watching(self, task: str | None) -> Iterator[Recorder]:

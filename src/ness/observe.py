@@ -156,6 +156,31 @@ def watching(
         torch.backends.mha.set_fastpath_enabled(fast_path)
 
 
+@contextmanager
+def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Every pass the caller runs inside is one to the recorder; a pass that breaks off is none."""
+    passes, inside = 0, False
+
+    def begins(*_: Any) -> None:
+        nonlocal inside
+        if inside:  # the pass before broke off and the caller went on: nothing of it counts
+            recorder.drop()
+        inside = True
+
+    def ends(*_: Any) -> None:
+        nonlocal passes, inside
+        recorder.end(f"pass {passes}")
+        passes, inside = passes + 1, False
+
+    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    recorder.end("last pass")
+
+
 def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Record:
     return lambda rows, outputs: record(layer, rows, outputs)
 

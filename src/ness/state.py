@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ness.constraint import Constraint, Figures
 from ness.errors import NessError
 from ness.gram import Gram
 from ness.moments import Moments
 from ness.norms import NormValues, read_norms, write_norms
 from ness.private import PrivateColumns, PrivatePart
-from ness.protected import Constraint, Figures, Protected
+from ness.protected import Protected
 from ness.relative import Relative
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.storage import fingerprint

@@ -146,9 +146,19 @@ def _fits(name: str, value: Any, hint: Any) -> bool:
     return True
 
 
+def check_ranges(settings: Any, *rules: tuple[str, bool, str]) -> None:
+    """Refuses the first setting whose value does not hold: (name, whether it holds, what is expected)."""
+    for name, holds, expected in rules:
+        if not holds:
+            found = getattr(settings, name)
+            shown = f"{found:g}" if isinstance(found, float) else repr(found)
+            raise NessError(f"{name} is {shown}, expected {expected}")
+
+
 def check_training(training: Training) -> None:
     """Refuses values outside their range."""
-    rules: tuple[tuple[str, bool, str], ...] = (
+    check_ranges(
+        training,
         ("epochs", training.epochs >= 1, "at least 1"),
         ("batch", training.batch >= 2, "at least 2: BatchNorm cannot normalise one sample"),
         ("lr", training.lr > 0, "above 0"),
@@ -160,9 +170,6 @@ def check_training(training: Training) -> None:
         ("lr_min", 0 <= training.lr_min <= training.lr or training.schedule != "plateau", "from 0 to lr"),
         ("mixup", training.mixup >= 0, "0 or more"),
     )
-    for name, holds, expected in rules:
-        if not holds:
-            raise NessError(f"{name} is {getattr(training, name)!r}, expected {expected}")
 
 
 def check_contradictions(

@@ -11,13 +11,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ness.errors import NessError
 from ness.lab.methods._conceptors import Conceptor, conjunction, disjunction, of_rows, within
 from ness.lab.methods._project import ADAM, check_no_decay, named, removal, under
 from ness.lab.methods._rows import check_count, draw, input_rows
 from ness.lab.methods._scales import Scale, Scaling, identity_scale
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.settings import setting
+from ness.lab.settings import check_ranges, setting
 from ness.layers import Layer, LinearLayer
 
 
@@ -132,16 +131,15 @@ def wide(conceptor: Conceptor) -> Conceptor:
 
 def check(settings: Any) -> None:
     """Refuses numbers outside their range, and weight decay."""
-    for name, holds, expected in (
+    check_ranges(
+        settings,
         ("aperture", settings.aperture > 0, "above 0"),
         ("recall", 0 < settings.recall < 1, "a share between 0 and 1"),
         ("floor", 0 <= settings.floor < 1, "from 0 to below 1"),
         ("overlap", 0 <= settings.overlap <= 1, "from 0 to 1"),
         ("shared", settings.shared >= 1, "at least 1"),
         ("samples", settings.samples >= 2, "at least 2: BatchNorm cannot normalise one image"),
-    ):
-        if not holds:
-            raise NessError(f"{name} is {getattr(settings, name):g}, expected {expected}")
+    )
     check_no_decay(settings)
 
 

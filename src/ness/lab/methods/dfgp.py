@@ -11,14 +11,13 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ness.errors import NessError
 from ness.lab import optimizers
 from ness.lab.loader import Batch
 from ness.lab.methods._project import ADAM
 from ness.lab.methods.base import MethodSpec, clear
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check, kept_at_most
 from ness.lab.nets.norms import without_update
-from ness.lab.settings import setting
+from ness.lab.settings import check_ranges, setting
 
 
 @dataclass(frozen=True)
@@ -107,13 +106,12 @@ class Dfgp(Gpm):
 
 def check_dfgp(settings: Any) -> None:
     """Refuses mix-up settings out of range and what GPM refuses."""
-    for name, holds, expected in (
+    check_ranges(
+        settings,
         ("mix_weight", settings.mix_weight > 0, "above 0; for none set mixing to none"),
         ("mix_beta", settings.mix_beta > 0, "above 0"),
         ("mix_rho", settings.mix_rho >= 0, "0 or more"),
-    ):
-        if not holds:
-            raise NessError(f"{name} is {getattr(settings, name):g}, expected {expected}")
+    )
     check(settings)
 
 

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from ness.errors import NessError
 from ness.lab.loader import Batch, Samples, fixed_order
 from ness.lab.losses import cross_entropy
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import batch_norms, hold_statistics
-from ness.lab.settings import setting
+from ness.lab.settings import check_ranges, setting
 
 Tensors = dict[str, Tensor]
 Convention = Literal["ours", "hat", "avalanche"]
@@ -198,14 +197,12 @@ class Ewc(Method):
 
 def check(settings: Any) -> None:
     """Refuses a pull that pushes, and a Fisher of nothing."""
-    rules = (
+    check_ranges(
+        settings,
         ("penalty", settings.penalty >= 0, "0 or more"),
         ("clip", settings.clip > 0, "above 0"),
         ("fisher_samples", settings.fisher_samples >= 2, "at least 2: BatchNorm cannot normalise one sample"),
     )
-    for name, holds, expected in rules:
-        if not holds:
-            raise NessError(f"{name} is {getattr(settings, name)}, expected {expected}")
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ness.errors import NessError
 from ness.lab.loader import Batch
 from ness.lab.losses import cross_entropy_of_many
 from ness.lab.methods._basis import new_directions
@@ -34,7 +33,7 @@ from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.methods.gpm import thresholds
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import without_update
-from ness.lab.settings import setting
+from ness.lab.settings import check_ranges, setting
 
 CLAMP, CLIP, MOMENTUM, SHARPNESS = 2.0, 2.0, 0.9, 10.0  # of the ascent, of both gradients, of λ
 
@@ -235,7 +234,8 @@ def halves(batch: Batch) -> list[Batch]:
 
 def check(settings: Any) -> None:
     """Refuses numbers outside their range, and weight decay."""
-    for name, holds, expected in (
+    check_ranges(
+        settings,
         ("threshold", 0 < settings.threshold < 1, "a share of the energy between 0 and 1"),
         ("growth", 0 <= settings.growth < 1, "from 0 to below 1, e.g. 0.003"),
         ("samples", 2 <= settings.samples <= settings.memory, "at least 2 and at most memory"),
@@ -243,9 +243,7 @@ def check(settings: Any) -> None:
         ("ascent", settings.ascent >= 0, "0 or more"),
         ("importance_lr", settings.importance_lr >= 0, "0 or more"),
         ("batch", settings.batch >= 4, "at least 4: each half of a batch is normalised by itself"),
-    ):
-        if not holds:
-            raise NessError(f"{name} is {getattr(settings, name):g}, expected {expected}")
+    )
     check_no_decay(settings)
 
 

@@ -37,8 +37,8 @@ class NessSettings:
     borders: Literal["apart", "mixed"] = setting("apart", "whether a batch of old data may span two tasks")
 
 
-def rule_of(own: NessSettings) -> ness.Rule:
-    """The rule of the settings."""
+def rule_of(own: Any) -> ness.Rule:
+    """The rule of settings with `rule`, `eps` and `drift`."""
     if own.rule == "within":
         return ness.Within(own.drift)
     if own.rule == "frobenius":

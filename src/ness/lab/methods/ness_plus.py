@@ -8,12 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import ness
-from ness.errors import NessError
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, sizes_of
-from ness.lab.methods.ness import certificate_row, observed, observing
+from ness.lab.methods.ness import certificate_row, observed, observing, rule_of
 from ness.lab.nets.norms import batch_norms, measure_statistics
 from ness.lab.pauses import Pausing
-from ness.lab.settings import setting
+from ness.lab.settings import check_ranges, setting
 
 SHARED = "shared weights/"
 
@@ -25,22 +24,14 @@ class NessPlusSettings:
     rule: Literal["within", "soft", "nuclear", "none"] = setting(
         "within", "shared update: by a budget of drift, soft or hard at eps, or no shared update at all"
     )
-    drift: float = setting(0.1, "with within: how far a task's own outputs may ever move, layer by layer, relative RMS")
+    drift: float = setting(
+        ness.Within().drift, "with within: how far a task's own outputs may ever move, layer by layer, relative RMS"
+    )
     eps: float = setting(6e-4, "ε₁ of soft and nuclear: how small a singular value must be to count as null")
     keep: float = setting(0.05, "what a task may keep for itself, as a share of the shared layers' weights")
     private: int | None = setting(None, "private directions a layer; left out: as many as `keep` allows")
     basis: Literal["shared", "own"] = setting("shared", "private directions: one set for all tasks, or one a task")
     norms: Literal["own", "frozen"] = setting("own", "norm layers: a copy a task, or the first task's")
-
-
-def rule_of(own: NessPlusSettings) -> "ness.rules.Rule":
-    """The rule of the shared update."""
-    if own.rule == "within":
-        return ness.Within(own.drift)
-    if own.rule == "none":
-        return ness.Rank(0)
-    hard = ness.Nuclear(own.eps)
-    return ness.Soft(hard) if own.rule == "soft" else hard
 
 
 def directions_within(layers: tuple[tuple[int, int], ...], norms: int, keep: float) -> int:
@@ -68,7 +59,7 @@ class NessPlus(Method):
         self.own: NessPlusSettings = context.own
         self.guard = ness.NullSpace(
             self.model,
-            rule=rule_of(self.own),
+            rule=ness.Rank(0) if self.own.rule == "none" else rule_of(self.own),
             exclude=["heads"],
             norm="per_task" if self.own.norms == "own" else "freeze",
             private_basis="shared" if self.own.basis == "shared" else "per_task",
@@ -139,15 +130,13 @@ def _name(task: int) -> str:
 
 def check(settings: Any) -> None:
     """Refuses budgets and counts outside their range."""
-    rules: tuple[tuple[str, bool, str], ...] = (
+    check_ranges(
+        settings,
         ("drift", settings.drift > 0, "above 0, e.g. 0.1"),
         ("eps", 0 < settings.eps < 1, "a share between 0 and 1, e.g. 6e-4"),
         ("keep", 0 < settings.keep < 1, "a share between 0 and 1, e.g. 0.05"),
         ("private", settings.private is None or settings.private >= 0, "0 or more"),
     )
-    for name, holds, expected in rules:
-        if not holds:
-            raise NessError(f"{name} is {getattr(settings, name)!r}, expected {expected}")
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:

@@ -9,8 +9,8 @@ import pytest
 from lab.data import making
 from lab.data.making import CIFAR100, MINI, MNIST
 from lab.data.test_download import Behaviour, server  # noqa: F401
+from ness.lab.commands.data import main
 from ness.lab.data.catalogue import CATALOGUE, Remote
-from ness.lab.data.command import main
 
 
 @pytest.fixture(autouse=True)

@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         sets = list(dict.fromkeys(data_set for name in arguments.names for data_set in look_up(name)))
     except NessError as error:
-        print(f"ness data: {error}", file=sys.stderr)
+        sys.stderr.write(f"ness data: {error}\n")
         return 2
     run = {"list": _list, "get": _get, "check": _check}[arguments.command]
     try:
         return run(sets, arguments.data)
     except NessError as error:
-        print(f"ness data: {error}", file=sys.stderr)
+        sys.stderr.write(f"ness data: {error}\n")
         return 1
 
 
@@ -89,7 +89,7 @@ def _get(sets: list[DataSet], data: Path | None) -> int:
                 get(data_set, data, progress)
         except NessError as error:
             failed = True
-            print(f"ness data: {error}", file=sys.stderr)
+            sys.stderr.write(f"ness data: {error}\n")
     _table([status(data_set, data) for data_set in sets])
     return 1 if failed else 0
 
@@ -102,10 +102,10 @@ def _table(rows: list[Status]) -> None:
         cells.append((row.data_set.name, size, str(row.found.path) if row.found else "-", row.state))
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     for name, size, where, state in cells:
-        print(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {where:<{widths[2]}}  {state}")
+        sys.stdout.write(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {where:<{widths[2]}}  {state}\n")
     for row in rows:
         if row.reason:
-            print(f"ness data: {row.reason}", file=sys.stderr)
+            sys.stderr.write(f"ness data: {row.reason}\n")
 
 
 @contextmanager
@@ -129,4 +129,4 @@ def _shown() -> Iterator[Progress]:
 
 def _lines(name: str, done: int, total: int) -> None:
     if at_tenth(done, total):
-        print(f"{name}: {done} of {total} bytes", file=sys.stderr)
+        sys.stderr.write(f"{name}: {done} of {total} bytes\n")
