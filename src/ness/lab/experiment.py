@@ -34,7 +34,10 @@ def read(path: Path, fast: bool = False) -> Experiment:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
-        raise NessError(f"{path}: cannot be read ({error})") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise NessError(
+            f"{path}: cannot be read ({reason}); expected a TOML file of [[row]] tables, e.g. one of experiments/"
+        ) from error
     except tomllib.TOMLDecodeError as error:
         raise NessError(f"{path}: is not TOML ({error})") from error
     return experiment(values, str(path), fast)
