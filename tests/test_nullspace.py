@@ -27,6 +27,32 @@ def ready(model: nn.Module | None = None, **options: Any) -> ness.NullSpace:
     return guard
 
 
+def test_constraining_layer_by_layer_is_constraining_and_leaves_the_model_alone_until_it_ends() -> None:
+    torch.manual_seed(0)
+    model = mlp()
+    guard, other = ready(model), ready(copy.deepcopy(model))
+    layers = guard.constraining()
+    assert next(layers) == "trunk.0"
+    assert not guard.constrained
+    assert all(parameter.requires_grad for parameter in model.parameters())
+    assert list(layers) == ["trunk.2", "head"]
+    other.constrain()
+    assert guard.constrained
+    ours, theirs = ([*each.parameters()] for each in (guard, other))
+    assert [parameter.shape for parameter in ours] == [parameter.shape for parameter in theirs]
+
+
+@pytest.mark.filterwarnings("default::ness.NessWarning")
+@pytest.mark.parametrize("verb", ["constrain", "constraining"])
+def test_a_doubt_about_few_rows_points_at_the_callers_line(verb: str) -> None:
+    guard = ness.NullSpace(mlp())
+    guard.observe(low_rank(4, 16, rank=4))
+    with pytest.warns(ness.NessWarning, match="fewer rows than inputs") as caught:
+        for _ in getattr(guard, verb)() or ():
+            pass
+    assert {record.filename for record in caught} == {__file__}
+
+
 @pytest.mark.parametrize("name", sorted(ZOO))
 def test_the_three_verbs_as_the_readme_has_them(name: str, tmp_path: Any) -> None:
     torch.manual_seed(0)

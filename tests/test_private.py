@@ -237,6 +237,20 @@ def test_the_spectrum_beside_k_is_that_of_its_complement(groups: int, d: int, he
         )
 
 
+@pytest.mark.parametrize("held", [0, 2])
+def test_without_norms_the_directions_are_the_same_and_no_norm_is_made_up(held: int) -> None:
+    rows = torch.randn(2, 40, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(held))
+    gram = rows.mT @ rows
+    with_norms, without = (
+        decompose_beside(gram, gram[..., :held].contiguous(), 3, outputs=1, norms=norms) for norms in (True, False)
+    )
+    torch.testing.assert_close(without.sigma, with_norms.sigma)
+    torch.testing.assert_close(without.directions, with_norms.directions)
+    assert bool((without.noise >= with_norms.noise).all())
+    with pytest.raises(ness.NessError, match="no σ of private directions"):
+        ness.Nuclear(1e-3).select({"x": without})
+
+
 def test_projecting_instead_would_free_k_itself() -> None:
     rows = torch.randn(1, 40, 6, dtype=torch.float64)
     gram = rows.mT @ rows

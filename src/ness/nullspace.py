@@ -229,9 +229,42 @@ class NullSpace:
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
         """
+        for _ in self._constraining(form, max_drift, task, private, depth=3):
+            pass
+
+    def constraining(
+        self,
+        form: Form = "any",
+        max_drift: float | None = None,
+        task: str | None = None,
+        private: int = 0,
+    ) -> Iterator[str]:
+        """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
+
+        For whoever shows progress, or has other work in between. The model is untouched until the iterator ends.
+
+        >>> guard = NullSpace(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+        >>> guard.observe([torch.eye(3)])
+        >>> [layer for layer in guard.constraining()], guard.constrained
+        (['0', '1'], True)
+        """
+        return self._constraining(form, max_drift, task, private, depth=2)
+
+    def _constraining(
+        self, form: Form, max_drift: float | None, task: str | None, private: int, depth: int
+    ) -> Iterator[str]:
+        """`depth`: how many frames up a warning points, to the caller's own line."""
         distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
         self._reduce()
-        spectra = distributed.together(lambda: self._spectra(private))
+        spectra: dict[str, Spectrum] = {}
+        if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
+            spectra = distributed.together(lambda: dict(self._spectra(private)))
+        else:
+            for name, spectrum in self._spectra(private):
+                spectra[name] = spectrum
+                yield name
+        for doubt in self._doubts(spectra, private):
+            warnings.warn(doubt, NessWarning, stacklevel=depth)
         selections = self._selections(spectra)
         constraints = {
             name: self._protected[name].prepare(spectra[name], selection, form, self.bias)
@@ -245,7 +278,7 @@ class NullSpace:
                 protected.limit_drift(spectra[name], selections[name], max_drift)
         if not self._updates() and self.rule != Rank(0):  # which asks for just that
             warnings.warn(
-                "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=2
+                "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=depth
             )
         self._form = form
         self._tasks.begin(task, read_norms(self._found.norms) if self.norm == "per_task" else {})
@@ -264,42 +297,40 @@ class NullSpace:
             raise NessError("constrain: norm='per_task' needs the name of the task, constrain(task=NAME)")
         self._tasks.check_new(task)
 
-    def _spectra(self, private: int) -> dict[str, Spectrum]:
-        """Decompose every layer that saw something, beside its private directions; name those that did not."""
+    def _spectra(self, private: int) -> Iterator[tuple[str, Spectrum]]:
+        """Decompose every layer that saw something, beside its private directions; note those that did not."""
         self._idle = {name: "saw no input row: frozen" for name in self._found.layers if name not in self._protected}
-        spectra, thin, silent = {}, [], False
+        found = False
         for name, protected in self._protected.items():
             if self.rule.relative:
                 protected.begin_task()
             if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
                 self._idle[name] = "saw only zeros: frozen"
                 continue
+            found = True
             if protected.silent:
-                silent = True
                 self._idle[name] = "some task's outputs are all 0, and no fraction of 0 is a change: frozen"
                 continue
             decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
-            spectra[name] = decompose(self.bias, capped(private, protected.layer.fan_in))
-            if protected.moments.gram.count < protected.layer.fan_in:
-                thin.append(f"{name!r} ({protected.moments.gram.count} rows, fan-in {protected.layer.fan_in})")
-        if not spectra and not silent:
+            yield name, decompose(self.bias, capped(private, protected.layer.fan_in))
+        if not found:
             raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
+
+    def _doubts(self, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
+        """What a caller should know about the layers that are about to be constrained."""
+        known = [(name, self._protected[name].moments.gram.count, self._found.layers[name]) for name in spectra]
+        thin = [f"{name!r} ({rows} rows, fan-in {layer.fan_in})" for name, rows, layer in known if rows < layer.fan_in]
         if thin:
-            warnings.warn(
+            yield (
                 f"fewer rows than inputs in {', '.join(thin)}: directions that no row happened to use count as free, "
-                "though old data of the same kind may use them. Observe more",
-                NessWarning,
-                stacklevel=5,
+                "though old data of the same kind may use them. Observe more"
             )
-        half = [name for name in spectra if private and self._found.layers[name].weight.dtype.itemsize < 4]
+        half = [name for name, _, layer in known if private and layer.weight.dtype.itemsize < 4]
         if half:
-            warnings.warn(
+            yield (
                 f"private parts of half-precision weights ({', '.join(half)}): each use() rounds W + B Kᵀ to half "
-                "precision anew. They are promised for float32 weights",
-                NessWarning,
-                stacklevel=5,
+                "precision anew. They are promised for float32 weights"
             )
-        return spectra
 
     def _selections(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
         """Rank 0's directions and choice on every rank: equal matrices have equal spectra, not equal eigenvectors."""

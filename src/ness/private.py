@@ -97,12 +97,15 @@ def orthonormal(columns: Tensor) -> tuple[Tensor, Tensor]:
     return q[..., :count] * sign.unsqueeze(-2), q[..., count:]
 
 
-def decompose_beside(gram: Tensor, held: Tensor, private: int, outputs: int, name: str = "layer") -> Spectrum:
+def decompose_beside(
+    gram: Tensor, held: Tensor, private: int, outputs: int, name: str = "layer", norms: bool = True
+) -> Spectrum:
     """The spectrum of C beside k private directions: K, and Q diag(σ²) Qᵀ of Nᵀ C N on its complement.
 
     The first columns of K span those of `held` (groups, d, ≤ k), so that K grows without forgetting; the others are
     the strongest directions of the rest. The projected matrix (I − K Kᵀ) C (I − K Kᵀ) would not do: its zero
-    eigenvalues are K itself, and a rule would free them.
+    eigenvalues are K itself, and a rule would free them. Without `norms` no σ of all of C is computed where K is held
+    already: a second eigenvalue problem, for rules that take no norm of X.
 
     >>> gram = torch.diag(torch.tensor([9.0, 16.0, 25.0], dtype=torch.float64)).unsqueeze(0)
     >>> spectrum = decompose_beside(gram, gram[..., :0], 1, outputs=1)
@@ -112,17 +115,17 @@ def decompose_beside(gram: Tensor, held: Tensor, private: int, outputs: int, nam
     count, more = held.shape[-1], private - held.shape[-1]
     if count == 0:
         spectrum = decompose(gram, outputs, name)
-        columns, whole = held, spectrum.sigma
+        columns, whole = held, spectrum.sigma if norms else None
     else:
         if not bool(torch.isfinite(gram).all()):
             raise NessError(f"layer {name!r}: its Gram holds NaN or Inf; observe finite inputs and start again")
         columns, complement = orthonormal(held)
-        every = symmetric_eigenvalues(gram, name)
-        floor = noise_floor(every)  # of all of C: Nᵀ C N carries its rounding
+        every = symmetric_eigenvalues(gram, name) if norms else torch.linalg.matrix_norm(gram).unsqueeze(-1)
+        floor = noise_floor(every, gram.shape[-1])  # of all of C: Nᵀ C N carries its rounding; ‖C‖_F ≥ λ_max
         rest = complement.mT @ gram @ complement
         eigenvalues, inner = symmetric_eigen((rest + rest.mT) / 2, name)
         spectrum = Spectrum(above(eigenvalues, floor).sqrt(), complement @ inner, floor.sqrt(), outputs)
-        whole = above(every, floor).sqrt()
+        whole = above(every, floor).sqrt() if norms else None
     kept = spectrum.sigma.shape[-1] - more
     grown = torch.cat([columns, spectrum.directions[..., kept:].flip(-1)], dim=-1)
     return replace(
@@ -130,7 +133,7 @@ def decompose_beside(gram: Tensor, held: Tensor, private: int, outputs: int, nam
         sigma=spectrum.sigma[..., :kept].clone(),
         directions=spectrum.directions[..., :kept].clone(),
         private=grown,
-        whole=whole.clone(),
+        whole=None if whole is None else whole.clone(),
     )
 
 

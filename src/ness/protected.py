@@ -146,7 +146,8 @@ class Protected:
             held = gram[..., :0]
             if self.directions is not None:
                 held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
-            found = decompose_beside(gram, held, private, self.layer.outputs, self.layer.name)
+            about = self.layer.outputs, self.layer.name
+            found = decompose_beside(gram, held, private, *about, norms=self.relative is None)
         else:
             found = decompose(gram, self.layer.outputs, self.layer.name)
         return replace(found, books=self.books())
@@ -162,7 +163,8 @@ class Protected:
         room = self.moments.gram.matrix.new_zeros
         spectrum = Spectrum(room(groups, width - private), room(groups, width, width - private), room(groups), 0)
         if private:
-            spectrum = replace(spectrum, private=room(groups, width, private), whole=room(groups, width))
+            whole = room(groups, width) if self.relative is None else None
+            spectrum = replace(spectrum, private=room(groups, width, private), whole=whole)
         return replace(spectrum, outputs=self.layer.outputs, books=self.books())
 
     def books(self) -> Books | None:

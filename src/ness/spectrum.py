@@ -20,7 +20,8 @@ class Spectrum:
 
     `noise` is the size below which float64 cannot tell a singular value from 0; such values are stored as exactly 0,
     and a bound never claims to know better than it. Where a task has k private directions K, `sigma` and `directions`
-    are of the other d − k; a rule's norms are still those of all of X: it reads them from `every_sigma`.
+    are of the other d − k; a rule's norms are still those of all of X: it reads them from `every_sigma`, which a
+    relative rule does not have.
     """
 
     sigma: Tensor  # σ, (groups, d − k) ascending, float64
@@ -34,6 +35,8 @@ class Spectrum:
     @property
     def every_sigma(self) -> Tensor:
         """σ of all of X, those of private directions included, (groups, d)."""
+        if self.whole is None and self.private is not None:
+            raise NessError("the spectrum of a relative rule has no σ of private directions; take norms from its books")
         return self.sigma if self.whole is None else self.whole
 
     def tensors(self) -> list[Tensor]:
@@ -55,13 +58,16 @@ def decompose(gram: Tensor, outputs: int = 1, name: str = "layer") -> Spectrum:
     if not bool(torch.isfinite(gram).all()):
         raise NessError(f"layer {name!r}: its Gram holds NaN or Inf; observe finite inputs and start again")
     eigenvalues, directions = symmetric_eigen(gram, name)
-    floor = noise_floor(eigenvalues)
+    floor = noise_floor(eigenvalues, gram.shape[-1])
     return Spectrum(above(eigenvalues, floor).sqrt(), directions, floor.sqrt(), outputs)
 
 
-def noise_floor(eigenvalues: Tensor) -> Tensor:
-    """The size (groups,) below which λ (groups, d) is rounding of a float64 Gram and of its decomposition."""
-    floor: Tensor = eigenvalues[..., -1].clamp(min=0) * (eigenvalues.shape[-1] * FLOAT64_EPSILON)
+def noise_floor(eigenvalues: Tensor, width: int) -> Tensor:
+    """The size (groups,) below which λ is rounding of a float64 Gram (d, d) and of its decomposition.
+
+    It follows from the last of these ascending λ (groups, …), and d.
+    """
+    floor: Tensor = eigenvalues[..., -1].clamp(min=0) * (width * FLOAT64_EPSILON)
     return floor
 
 

@@ -34,6 +34,11 @@ def test_a_lane_that_trains_goes_on_before_one_between_tasks() -> None:
     assert [next_lane(active), next_lane(active)] == [training, between]
 
 
+def test_a_lane_about_to_train_goes_on_before_one_between_tasks() -> None:
+    between, ready = (Lane(n, counting([], "", 1), None, pause=pause) for n, pause in enumerate((None, "steps")))
+    assert next_lane(deque([between, ready])) is ready
+
+
 def test_a_lane_whose_epoch_is_not_done_lets_others_go_on(monkeypatch) -> None:
     monkeypatch.setattr(Lane, "ready", lambda self: self.number != 1)
     between, training = (Lane(n, counting([], "", 1), None, pause=pause) for n, pause in enumerate((None, "epoch")))

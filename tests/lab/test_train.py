@@ -124,7 +124,13 @@ def test_runs_that_take_turns_at_every_pause_end_as_if_alone(changes: dict, monk
     assert all(tiny.same(one, other) for one, other in zip(alone, lanes, strict=True))
     # two lanes; 4 batches a task: after tasks 1 and 2, or of task 1 before task 2 and of both before task 3
     before, after = (12, 0) if changes else (0, 8)
-    assert pauses == {"task": 2 * before, "epoch": 2 * 3, "learnt": 2 * (after + 1 + 2 + 3)}
+    decomposed = 2 * len(lanes[0].method.guard.layers)  # before tasks 2 and 3
+    to_and_fro = 3  # each task: from epochs to what is between tasks, or back
+    assert pauses == {
+        "task": 2 * (2 * to_and_fro + before + decomposed),
+        "epoch": 2 * 3,
+        "learnt": 2 * (to_and_fro + after + 1 + 2 + 3),
+    }
 
 
 class Stepwise(PlainRunner):

@@ -1,8 +1,10 @@
-"""Several runs side by side on one card, each a lane: a stream, graphs and generators of its own.
+"""Several runs side by side on one card, each a lane: streams, graphs and generators of its own.
 
 One network of the paper's size cannot fill a card. A run pauses whenever it has put an epoch on the card, or a stretch
 of what its method does between tasks; the host then turns to a lane whose work is done. Lanes share nothing but the
-card, so a run ends as it would have ended alone.
+card, so a run ends as it would have ended alone. What is done between tasks (eigen-solvers, small products, numbers
+that the host waits for) goes on a stream that the card serves before the steps of others: the host waits less, and has
+the next epochs ready in time.
 """
 
 import time
@@ -23,11 +25,15 @@ Run = Callable[[], Pausing[Result]]
 
 @dataclass
 class Lane:
-    """A run under way: its place in the list, its pauses, and the stream and event it waits for."""
+    """A run under way: its place in the list, its pauses, and the streams and the event it waits for.
+
+    Each stream waits for the other one's work when the run changes over. Both belong to the lane, so that memory which
+    one of them frees cannot be handed to anyone who does not wait.
+    """
 
     number: int
     work: "Pausing[object]"
-    stream: torch.cuda.Stream | None
+    streams: "tuple[torch.cuda.Stream, torch.cuda.Stream] | None"  # of steps, and of what is between tasks
     event: torch.cuda.Event | None = None
     waited: float | None = None  # seconds the host has waited for it; None before it has begun
     pause: Pause = None  # what it put on the device last
@@ -39,13 +45,22 @@ class Lane:
     def go_on(self) -> None:
         """To the next pause; StopIteration carries the result."""
         waited, self.waited = self.waited, 0.0
-        if self.stream is None:
+        if self.streams is None:
             self.pause = self.work.send(waited)
             return
-        with torch.cuda.stream(self.stream):
+        steps, between = self.streams
+        stream = steps if self.trains else between
+        if self.event is not None:
+            stream.wait_event(self.event)
+        with torch.cuda.stream(stream):
             self.pause = self.work.send(waited)
         self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(self.stream)
+        self.event.record(stream)
+
+    @property
+    def trains(self) -> bool:
+        """Whether it is in the middle of a task."""
+        return self.pause is not None
 
 
 def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED) -> int:
@@ -65,6 +80,13 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
     return max(1, min(MOST_LANES, free // need))
 
 
+def streams_on(device: torch.device) -> "tuple[torch.cuda.Stream, torch.cuda.Stream] | None":
+    """A lane's streams on a card: an ordinary one, and one that is served first."""
+    if device.type != "cuda":
+        return None
+    return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
+
+
 def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) -> list[Result | NessError]:
     """What each run returned, or the error it ended with, in the order given; `lanes` of them at a time."""
     ends: dict[int, Result | NessError] = {}
@@ -73,8 +95,7 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
     while waiting or active:
         while waiting and len(active) < lanes:
             number, run = waiting.popleft()
-            stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-            active.append(Lane(number, run(), stream))
+            active.append(Lane(number, run(), streams_on(device)))
         lane = next_lane(active)
         try:
             lane.go_on()
@@ -83,7 +104,7 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
         except NessError as error:
             ends[lane.number] = error
         else:
-            active.append(lane) if lane.pause == "epoch" else active.appendleft(lane)
+            active.append(lane) if lane.trains else active.appendleft(lane)
     return [ends[number] for number in range(len(runs))]
 
 
@@ -95,7 +116,7 @@ def next_lane(active: deque[Lane]) -> Lane:
     """
     ready = [lane for lane in active if lane.ready()]
     if ready:
-        lane = next((lane for lane in ready if lane.pause == "epoch"), ready[0])
+        lane = next((lane for lane in ready if lane.trains), ready[0])
         active.remove(lane)
         return lane
     lane = active.popleft()

@@ -1,15 +1,16 @@
 """Work that pauses: a generator that hands control back whenever it has put enough on the device.
 
 Whoever drives it may send the seconds the host waited for the device in between. Nothing that is the process's own
-(grad mode, a stream) may be held open across a pause: others run meanwhile. A pause says "epoch" where the device has
-an epoch of steps to do: who drives several can keep the device fed with those first.
+(grad mode, a stream) may be held open across a pause: others run meanwhile. A pause says what the work is at, so that
+who drives several can keep the device fed: "epoch" where the device has an epoch of steps to do, "steps" where the next
+thing is steps, and nothing where it is between tasks.
 """
 
 from collections.abc import Generator
 from typing import Literal, TypeVar
 
 Result = TypeVar("Result")
-Pause = Literal["epoch"] | None
+Pause = Literal["epoch", "steps"] | None
 Pausing = Generator[Pause, float | None, Result]
 
 

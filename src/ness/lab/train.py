@@ -125,6 +125,7 @@ class Trainer:
 
     def _begin(self) -> Pausing[Event]:
         """Starts the next task."""
+        yield None
         lesson = self._lesson()
         self.start = copies(live_tensors(self.method, ()))
         open_for(self.context.model, lesson)
@@ -133,6 +134,7 @@ class Trainer:
             yield from carried_out(self.method.before_task(lesson))
         self.learning = Learning(self.method, lesson, self.context)
         trained = sum(parameter.numel() for parameter in self.learning.trained)
+        yield "steps"
         return Event("task", {"task": lesson.task, "name": self._name(), "trained": trained})
 
     def _lesson(self) -> Lesson:
@@ -177,6 +179,7 @@ class Trainer:
 
     def _finish(self, began: float) -> Pausing[Event]:
         """Ends a task: best weights in place, the method's own end of task, and a row of the accuracy matrix."""
+        yield None
         learning = self._current()
         learning.finish()
         self.context.model.eval()

@@ -68,7 +68,8 @@ class Ness(Method):
         training = self.context.training
         plain = training.optimizer in ("sgd", "sgdm") or (training.optimizer == "sam" and training.sam_tasks == "first")
         with self.context.watch.phase("decomposition"):
-            self.guard.constrain(form="sgd" if plain else "any")
+            for _ in self.guard.constraining(form="sgd" if plain else "any"):
+                yield None
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers' updates (V) and the head."""

@@ -73,13 +73,14 @@ class NessPlus(Method):
         norms = sum(values.numel() for norm in batch_norms(self.model) for values in norm.state_dict().values())
         return directions_within(layers, norms if self.own.norms == "own" else 0, self.own.keep)
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: Lesson) -> Pausing[None]:
         """From the second task on: the shared weights, confined, and room for what is the task's own."""
         if lesson.task > 0:
             training = self.context.training
             form: Literal["any", "sgd"] = "sgd" if training.optimizer in ("sgd", "sgdm") else "any"
             with self.context.watch.phase("decomposition"):
-                self.guard.constrain(form=form, task=_name(lesson.task), private=self.private)
+                for _ in self.guard.constraining(form=form, task=_name(lesson.task), private=self.private):
+                    yield None
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the updates, the norms and the head."""
