@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from ness.lab import registry
-from ness.lab.capture import CapturedRunner, PlainRunner
+from ness.lab.capture import runner_for
 from ness.lab.environment import repeatable
 from ness.lab.jobs import resolve
 from ness.lab.lanes import side_by_side
@@ -19,7 +19,7 @@ from ness.lab.pauses import Pausing
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
 
-IMAGES, EPOCHS = 64 * 50, 8
+STEPS, EPOCHS = 40, 2  # an epoch's, and epochs that are timed
 
 
 def stream(size: int, classes: int, request: Request) -> Stream:
@@ -29,41 +29,56 @@ def stream(size: int, classes: int, request: Request) -> Stream:
         images = torch.randint(0, 256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
         return Split(images, torch.randint(0, classes, (count,), generator=generator))
 
-    tasks = [Task(f"{t}", classes, split(IMAGES), split(64), split(64), (0.5,), (0.25,)) for t in range(2)]
+    tasks = [Task(f"{t}", classes, split(64 * STEPS), split(64), split(64), (0.5,), (0.25,)) for t in range(2)]
     return Stream("random", tuple(tasks))
 
 
-def prepared(
-    method: str, network: str, size: int, seed: int, epochs: int, captured: bool, fast: bool, device: torch.device
+def trainer(
+    method: str, network: str, seed: int, epochs: int, plain: bool, fast: bool, device: torch.device
 ) -> Trainer:
-    """A trainer in its second task with one epoch behind it, captured if it is to be, and `epochs` before it."""
+    size = 84 if network.endswith("84") else 32
     bench = Benchmark("random", "", network, 2, partial(stream, size, 10))
-    changes = {"epochs": epochs + 1, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4}
-    job = resolve(method, bench, changes=changes)
-    runner = CapturedRunner() if captured else PlainRunner()
+    job = resolve(method, bench, changes={"epochs": epochs, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4})
     net = registry.find("network", network, registry.all_networks())
-    trainer = Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner, fast=fast)
+    runner = runner_for(device, plain)
+    return Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner, fast=fast)
+
+
+def to_second_task(trainer: Trainer) -> Pausing[None]:
+    """One epoch of the second task is behind it afterwards, and captured if it is to be."""
     while not (trainer.at == 1 and trainer.learning is not None and trainer.learning.epoch == 1):
-        trainer.advance()
-    return trainer
+        yield from trainer.unit()
 
 
 def some_epochs(trainer: Trainer, count: int) -> Pausing[None]:
+    yield "steps"
     for _ in range(count):
         yield from trainer.unit()
 
 
 def milliseconds(
-    method: str, network: str, lanes: int, device: torch.device, captured: bool = True, fast: bool = False
-) -> float:
-    """Of one step of one lane, all lanes in their second task."""
-    size, epochs = 84 if network.endswith("84") else 32, EPOCHS if captured else 2
-    trainers = [prepared(method, network, size, seed, epochs, captured, fast, device) for seed in range(lanes)]
-    torch.cuda.synchronize()
-    began = time.perf_counter()
-    side_by_side([partial(some_epochs, trainer, epochs) for trainer in trainers], device, lanes)
-    torch.cuda.synchronize()
-    return 1e3 * (time.perf_counter() - began) / (lanes * epochs * IMAGES / 64)
+    method: str, network: str, lanes: list[int], device: torch.device, plain: bool = False, fast: bool = False
+) -> list[float]:
+    """Of one step of one lane in the second task, for each number of lanes."""
+    epochs = 1 + EPOCHS * len(lanes)
+    trainers = [trainer(method, network, seed, epochs, plain, fast, device) for seed in range(max(lanes))]
+    side_by_side([partial(to_second_task, each) for each in trainers], device, max(lanes))
+    found = []
+    for count in lanes:
+        synchronize(device)
+        began = time.perf_counter()
+        side_by_side([partial(some_epochs, each, EPOCHS) for each in trainers[:count]], device, count)
+        synchronize(device)
+        found.append(1e3 * (time.perf_counter() - began) / (count * EPOCHS * STEPS))
+    return found
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+
+
+METHODS = {"captured": "ness", "unconstrained": "finetune", "ness-plus": "ness-plus"}
 
 
 def main() -> None:
@@ -77,15 +92,15 @@ def main() -> None:
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds a step and lane, batch 64")
     for network in asked.networks:
+        row: dict[str, float] = {}
         with repeatable(device):
-            row = {"plain loop": milliseconds("ness", network, 1, device, captured=False)}
-            for lanes in asked.lanes:
-                row[f"captured, {lanes} lanes"] = milliseconds("ness", network, lanes, device)
-                row[f"unconstrained, {lanes} lanes"] = milliseconds("finetune", network, lanes, device)
-                row[f"ness-plus, {lanes} lanes"] = milliseconds("ness-plus", network, lanes, device)
+            (row["plain loop"],) = milliseconds("ness", network, [1], device, plain=True)
+            for label, method in METHODS.items():
+                for lanes, value in zip(asked.lanes, milliseconds(method, network, asked.lanes, device), strict=True):
+                    row[f"{label}, {lanes} lanes"] = value
         with repeatable(device, wanted=False):
             most = max(asked.lanes)
-            row[f"captured --fast, {most} lanes"] = milliseconds("ness", network, most, device, fast=True)
+            (row[f"captured --fast, {most} lanes"],) = milliseconds("ness", network, [most], device, fast=True)
         print(f"{network}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
         for lanes in asked.lanes:
             ratio = row[f"captured, {lanes} lanes"] / row[f"unconstrained, {lanes} lanes"]
