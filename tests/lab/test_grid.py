@@ -38,3 +38,15 @@ def test_one_failure_does_not_stop_the_others_and_finished_ones_are_kept(tmp_pat
     assert "diverged" in grid.failures["finetune on tiny, seed 1"]
     again = run_all([(good, 1), (good, 2)], Options(tmp_path), silent)
     assert [outcome.how for outcome in again.outcomes] == ["there", "there"]
+
+
+def test_after_the_time_no_run_is_begun_and_what_is_finished_still_counts(tmp_path: Path) -> None:
+    job = tiny.job("frozen", epochs=1)
+    run_all([(job, 2)], Options(tmp_path), silent)
+    grid = run_all([(job, 1), (job, 2), (job, 3)], Options(tmp_path, stop_after=0.0), silent)
+    assert [outcome.result["seed"] for outcome in grid.outcomes] == [2]
+    assert grid.not_begun == ["frozen on tiny, seed 1", "frozen on tiny, seed 3"]
+    (line,) = grid.complaints()
+    assert line.startswith("2 runs were not begun, since the time of --stop-after was over")
+    in_time = run_all([(job, 1), (job, 2), (job, 3)], Options(tmp_path, stop_after=1e6), silent)
+    assert [outcome.how for outcome in in_time.outcomes] == ["run", "there", "run"]

@@ -1,10 +1,12 @@
 """A table of runs: every method with every seed, one after another; what is finished is not run again."""
 
 import dataclasses
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,20 +14,33 @@ import torch
 from ness.errors import NessError
 from ness.lab import devices, fast, plan, registry
 from ness.lab.environment import choose_device, repeatable
+from ness.lab.folder import RunFolder
 from ness.lab.jobs import Job, resolve, settings_type
-from ness.lab.lanes import lanes_for, side_by_side
-from ness.lab.run import Listener, Options, Outcome, running
+from ness.lab.lanes import Run, lanes_for, side_by_side
+from ness.lab.pauses import Pausing
+from ness.lab.run import Listener, Options, Outcome, folder_of, running
 from ness.lab.settings import nearest
 from ness.lab.streams.shelf import Shelf
 
 
 @dataclass
 class Grid:
-    """What came of a table of runs: outcomes in order, and what failed by name of the run."""
+    """What came of a table of runs: outcomes in order, what failed by name of the run, and what was not begun."""
 
     outcomes: list[Outcome] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
+    not_begun: list[str] = field(default_factory=list)
     on_card: bool = False
+
+    def complaints(self) -> list[str]:
+        """A line for each run that failed, and one for those that were not begun."""
+        lines = [f"{name}: {reason}" for name, reason in self.failures.items()]
+        if self.not_begun:
+            lines.append(
+                f"{len(self.not_begun)} runs were not begun, since the time of --stop-after was over; "
+                f"the same command goes on with {self.not_begun[0]}"
+            )
+        return lines
 
 
 def jobs(
@@ -57,9 +72,9 @@ def run_all(
 ) -> Grid:
     """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on.
 
-    `say` is told which device `auto` came to, and why.
+    `say` is told which device `auto` came to, and why. Runs whose turn comes after `options.stop_after` are not begun.
     """
-    asked = list(work)
+    began, asked = time.monotonic(), list(work)
     need = devices.need_of([job.benchmark.network for job, _ in asked])
     if options.device == "auto":
         choice = devices.choose(devices.cards(), need, len(asked), options.lanes)
@@ -70,14 +85,32 @@ def run_all(
         fast.check(device)
     plan.note(options.out, asked)
     shelf = Shelf() if len(asked) > 1 else None  # one run alone needs no second copy of its data
-    runs = [partial(running, job, seed, options, listener(job, seed), shelf) for job, seed in asked]
+    runs = [
+        partial(
+            _in_time,
+            began,
+            partial(running, job, seed, options, listener(job, seed), shelf),
+            folder_of(job, seed, options.out),
+            options.stop_after,
+        )
+        for job, seed in asked
+    ]
     grid = Grid(on_card=device.type == "cuda")
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here, repeatable(device, not quick):
         ends = side_by_side(runs, device, lanes_for(device, options.lanes, need))
     for (job, seed), end in zip(asked, ends, strict=True):
+        name = f"{job.title} on {job.benchmark.name}, seed {seed}"
         if isinstance(end, Outcome):
             grid.outcomes.append(end)
+        elif end is None:
+            grid.not_begun.append(name)
         else:
-            grid.failures[f"{job.title} on {job.benchmark.name}, seed {seed}"] = str(end)
+            grid.failures[name] = str(end)
     return grid
+
+
+def _in_time(began: float, run: Run[Outcome], folder: Path, stop_after: float | None) -> Pausing[Outcome | None]:
+    """The run; None if its turn comes too late, unless it is finished already."""
+    late = stop_after is not None and time.monotonic() - began >= stop_after
+    return None if late and RunFolder(folder).result() is None else (yield from run())

@@ -39,6 +39,7 @@ class Options:
     lanes: int | None = None  # runs side by side on one card; None: as many as make sense
     plain: bool = False  # on a card: step after step instead of captured graphs
     threads: int = 0  # on the CPU; 0: one for a small network, torch's own choice else
+    stop_after: float | None = None  # seconds after which no further run of several is begun
 
 
 @dataclass(frozen=True)

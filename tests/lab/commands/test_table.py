@@ -60,6 +60,14 @@ def test_a_plan_runs_seed_by_seed_notes_what_fails_and_goes_on(capsys, tmp_path:
     assert "NESS" not in again.err  # what is finished is not run again
 
 
+def test_a_plan_that_runs_out_of_time_says_so_and_goes_on_next_time(capsys, tmp_path: Path) -> None:
+    flags = ["table", "--plan", "plan.toml", "--format", "csv"]
+    assert main([*flags, "--stop-after", "0"]) == 1
+    assert "ness: 6 runs were not begun" in capsys.readouterr().err
+    main(flags)
+    assert len(lines(capsys.readouterr().out)) == 2
+
+
 def test_the_command_lines_seeds_go_before_the_files(capsys, tmp_path: Path) -> None:
     main(["table", "--plan=plan.toml", "--seeds", "7"])
     assert "NESS, wide  fixed epochs=1 eps=0.03  7 " in capsys.readouterr().out

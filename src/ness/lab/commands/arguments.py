@@ -44,12 +44,23 @@ class How:
     times: bool = setting(False, "say at the end where the time went; on a GPU it is said anyway")
     threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
     save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
+    stop_after: float | None = setting(
+        None, "seconds after which no further run is begun; those under way are finished"
+    )
     log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")
 
     def options(self) -> Options:
         """What the runs themselves need to know of it."""
         return Options(
-            self.out, self.data, self.device, self.again, self.save_every, self.lanes, self.plain, self.threads
+            out=self.out,
+            data=self.data,
+            device=self.device,
+            again=self.again,
+            save_every=self.save_every,
+            lanes=self.lanes,
+            plain=self.plain,
+            threads=self.threads,
+            stop_after=self.stop_after,
         )
 
 

@@ -49,9 +49,9 @@ def main(argv: list[str]) -> int:
             outcome.how
         ]
         sys.stderr.write(f"{outcome.folder}: {said}\n")
-    for name, reason in grid.failures.items():
-        sys.stderr.write(f"ness: {name}: {reason}\n")
+    for complaint in grid.complaints():
+        sys.stderr.write(f"ness: {complaint}\n")
     clock.tell(grid, own.times)
     if grid.outcomes:
         sys.stdout.write(text(rows([from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes])))
-    return 1 if grid.failures else 0
+    return 1 if grid.complaints() else 0

@@ -132,13 +132,13 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
         loggers = named(own.log)
     with display(own.quiet, len(work)) as screen, logged(loggers, own.out, screen.listener) as listener:
         grid = run_all(work, own.options(), listener, screen.say)
-    for name, reason in grid.failures.items():
-        sys.stderr.write(f"ness: {name}: {reason}\n")
+    for complaint in grid.complaints():
+        sys.stderr.write(f"ness: {complaint}\n")
     clock.tell(grid, own.times)
     done = [records.from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes]
     if done:
         sys.stdout.write(FORMATS[own.format](shown(done)))
-    return 1 if grid.failures else 0
+    return 1 if grid.complaints() else 0
 
 
 def experiment_of(plan: Path, seeds: tuple[int, ...] | None, fast: bool) -> Experiment:

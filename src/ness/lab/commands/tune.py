@@ -60,8 +60,8 @@ def main(argv: list[str]) -> int:
         grid = run_all(work, options, lambda job, seed: naming(job, shown.listener(job, seed)), say)
     clock.tell(grid, own.times)
     tried = finished(jobs, grid, own.seeds, own.out)
-    for name, reason in grid.failures.items():
-        sys.stderr.write(f"ness: {name}: {reason}\n")
+    for complaint in grid.complaints():
+        sys.stderr.write(f"ness: {complaint}\n")
     for values, _ in jobs:
         if values not in [one.values for one in tried]:
             sys.stderr.write(f"ness: left out, since not every seed came to its end: {shown_as(values)}\n")
