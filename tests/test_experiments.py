@@ -1,6 +1,7 @@
 """The plans in experiments/: complete, resolvable, and each row what it says it is."""
 
 import shlex
+import statistics
 import tomllib
 from itertools import pairwise
 from pathlib import Path
@@ -11,6 +12,7 @@ from ness.lab.commands.arguments import parse
 from ness.lab.commands.run import RunArguments
 from ness.lab.experiment import Experiment, experiment, read
 from ness.lab.jobs import Job, resolve
+from ness.report.collect import collect
 from ness.report.documents import command
 from ness.report.paper import numbers
 from ness.report.planned import planned
@@ -60,6 +62,23 @@ def test_the_example_in_the_documents_is_a_plan() -> None:
     text = (FOLDER.parent / "docs/reproduction.md").read_text(encoding="utf-8")
     found = experiment(tomllib.loads(text.split("```toml\n")[1].split("```")[0]), "the example")
     assert [job.label for job in found.jobs] == ["reference", "fixed weight_decay=0.0"]
+
+
+def test_what_is_said_of_the_first_task_follows_from_the_records() -> None:
+    records = collect([FOLDER.parent / "results"]).records
+    runs = [one for one in records if (one.method, one.benchmark) == ("ness", "cifar100")]
+    runs = [one for one in runs if one.setting in ("reference", "fixed")]
+    first, acc = [one.accuracy[0][0] for one in runs], [one.scores.acc for one in runs]
+    slope = statistics.linear_regression(first, acc).slope
+    epochs = statistics.mean(sum(one.epochs) for one in runs if one.setting == "reference")
+    text = " ".join((FOLDER.parent / "docs/reproduction.md").read_text(encoding="utf-8").split())
+    for said in (
+        f"{len(runs)} runs of NESS with SGDm and decay in `results/` its accuracy is "
+        f"{statistics.mean(first):.2f} ± {statistics.stdev(first):.2f}",
+        f"accuracy with ACC is {statistics.correlation(first, acc):.2f}, and a point in it is worth {slope:.2f} points",
+        f"our runs take {epochs:.0f} epochs in the mean",
+    ):
+        assert said in text
 
 
 def test_one_recipe_for_all() -> None:
