@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm1d, norm2d
 from ness.lab.nets.dropout import Dropout
+from ness.lab.nets.fused import after
 
 
 class ConvBlock(nn.Module):
@@ -21,8 +22,7 @@ class ConvBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, channels, s, s) to (n, width, s', s')."""
-        out: Tensor = self.pool(self.dropout(self.relu(self.norm(self.conv(x)))))
-        return out
+        return after(self.conv(x), self.norm, self.relu, self.dropout, self.pool, training=self.training)
 
 
 class WideBlock(nn.Module):
@@ -37,8 +37,7 @@ class WideBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs) to (n, width)."""
-        out: Tensor = self.dropout(self.relu(self.norm(self.linear(x))))
-        return out
+        return after(self.linear(x), self.norm, self.relu, self.dropout, training=self.training)
 
 
 class AlexNet(Network):

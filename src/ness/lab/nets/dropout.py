@@ -24,6 +24,12 @@ class _Masked(torch.autograd.Function):
         return torch.ops.aten.native_dropout_backward(gradient, kept, ctx.scale), None, None
 
 
+def masked(x: Tensor, kept: Tensor, scale: float) -> Tensor:
+    """x · kept · scale, differentiable."""
+    result: Tensor = _Masked.apply(x, kept, scale)  # type: ignore[no-untyped-call]
+    return result
+
+
 class Dropout(nn.Module):
     """Sets each number to zero with probability p and scales the others by 1/(1-p), while training.
 
@@ -40,15 +46,23 @@ class Dropout(nn.Module):
         self.p = p
         self.generator: Generator | None = None  # belongs to the run; on the device of the activations
 
-    def forward(self, x: Tensor) -> Tensor:
-        """The input, masked while training."""
+    @property
+    def scale(self) -> float:
+        """What kept numbers are multiplied by."""
+        return 1 / (1 - self.p)
+
+    def draw(self, x: Tensor) -> Tensor | None:
+        """Which numbers of x are kept, in x's layout, drawn anew each time; None where all are."""
         if not self.training or self.p == 0:
-            return x
+            return None
         if self.generator is None:
             raise NessError("Dropout has no generator: set `.generator`, or build the network with nets.base.build")
-        kept = torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.p, generator=self.generator)
-        masked: Tensor = _Masked.apply(x, kept, 1 / (1 - self.p))  # type: ignore[no-untyped-call]
-        return masked
+        return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - self.p, generator=self.generator)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The input, masked while training."""
+        kept = self.draw(x)
+        return x if kept is None else masked(x, kept, self.scale)
 
     def extra_repr(self) -> str:
         """The probability, for printing the network."""

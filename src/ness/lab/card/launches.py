@@ -1,0 +1,243 @@
+"""What is launched for a shape. Block sizes follow from it alone: then a seed's bits are the same in every process."""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ness.lab.card import kernels
+
+WHOLE = 2560  # rows up to which one program does all rows of its channels
+LANES = 32  # columns of a tile: 128 bytes of float32
+PROGRAMS = 264  # two a processor of an H200: tiles of the sums become smaller until there are as many
+PARTIALS = 512  # blocks of rows at most; above, a program takes several
+
+
+class Steps(NamedTuple):
+    """What happens after the norm: a sum, ReLU, dropout with this scale of what is kept, 2×2 max-pool."""
+
+    add: bool = False
+    relu: bool = False
+    scale: float | None = None
+    pool: bool = False
+
+    @property
+    def coded(self) -> bool:
+        """Whether the forward pass says in a byte a place through which of them gradients flow."""
+        return self.add or self.scale is not None or self.pool
+
+
+class Forward(NamedTuple):
+    """The result, and what the backward pass reads besides x, γ and β."""
+
+    y: Tensor
+    mean: Tensor
+    invstd: Tensor
+    code: Tensor | None  # uint8, y's shape as (rows, C)
+    won: Tensor | None  # x where it won, y's shape as (rows, C)
+
+
+class Gradients(NamedTuple):
+    """Of x and of what was added, where they were asked for, and of γ and β."""
+
+    x: Tensor | None
+    add: Tensor | None
+    gamma: Tensor
+    beta: Tensor
+
+
+class _Tiles(NamedTuple):
+    """How (rows, C) is read in many programs."""
+
+    fold: int  # K: rows that are one line of K·C columns
+    tall: int  # lines of a tile
+    blocks: int  # tiles of a program
+    programs: int  # along the lines
+    columns: int  # programs along the columns
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        return self.programs, self.columns
+
+    @property
+    def warps(self) -> int:
+        return _warps(self.tall * LANES)
+
+
+def _summing(rows: int, channels: int) -> _Tiles:
+    """Tiles of the sums: as tall as leaves enough programs, and few enough partial sums to finish quickly."""
+    fold, columns, lines = _folded(rows, channels)
+    tall = 128
+    while tall > 64 and _ceil(lines, tall) * columns < PROGRAMS:
+        tall //= 2
+    blocks = _ceil(_ceil(lines, tall), PARTIALS)
+    return _Tiles(fold, tall, blocks, _ceil(lines, tall * blocks), columns)
+
+
+def _putting(rows: int, channels: int) -> _Tiles:
+    """Tiles of what is done number by number: 2048 of them."""
+    fold, columns, lines = _folded(rows, channels)
+    return _Tiles(fold, 64, 1, _ceil(lines, 64), columns)
+
+
+def _folded(rows: int, channels: int) -> tuple[int, int, int]:
+    """K, the programs along K·C columns, and the lines of K rows."""
+    fold = LANES // math.gcd(LANES, channels)
+    return fold, fold * channels // LANES, _ceil(rows, fold)
+
+
+def _few(rows: int) -> int:
+    """Channels of a program that has all rows: a sector of 32 bytes, two where rows are few."""
+    return 16 if rows <= 256 else 8
+
+
+def _tall(rows: int) -> int:
+    return min(max(_power(rows), 16), 1024)
+
+
+def _shape(x: Tensor) -> tuple[int, int, int, int]:
+    """(images, C, H, W); a matrix has maps of one place."""
+    images, channels, *sides = x.shape
+    high, wide = sides or (1, 1)
+    return images, channels, high, wide
+
+
+def forward(
+    x: Tensor,
+    gamma: Tensor,
+    beta: Tensor,
+    add: Tensor | None,
+    kept: Tensor | None,
+    running: tuple[Tensor, Tensor] | None,
+    momentum: float,
+    eps: float,
+    steps: Steps,
+) -> Forward:
+    """Normalises x (n, C), or (n, C, h, w) dense channels-last, by its own statistics, and takes the steps.
+
+    `running` mean and variance are moved by `momentum`.
+    """
+    images, channels, high, wide = _shape(x)
+    rows = images * high * wide
+    size = (images, channels, high // 2, wide // 2) if steps.pool else x.shape
+    layout = torch.contiguous_format if x.ndim == 2 else torch.channels_last
+    y = torch.empty(size, dtype=x.dtype, device=x.device, memory_format=layout)
+    mean, invstd = torch.empty_like(gamma), torch.empty_like(gamma)
+    places = y.numel() // channels
+    code = torch.empty((places, channels), dtype=torch.uint8, device=x.device) if steps.coded else None
+    won = torch.empty((places, channels), dtype=x.dtype, device=x.device) if steps.pool else None
+    bytes_kept = x if kept is None else kept.view(torch.uint8)
+    added, codes, winners = (x if each is None else each for each in (add, code, won))  # x: never read as such
+    running_mean, running_var = running or (mean, invstd)
+    tracked, dropped, scale = running is not None, kept is not None, steps.scale or 1.0
+    if rows <= WHOLE:
+        few, tall, tall_pooled = _few(rows), _tall(rows), min(_tall(places), 256)
+        kernels.whole_forward[(_ceil(channels, few),)](
+            x, added, bytes_kept, y, codes, winners, mean, invstd, running_mean, running_var, gamma, beta,
+            rows, images, momentum, eps, scale, channels, high, wide,
+            steps.relu, dropped, steps.add, steps.pool, tracked, tall, tall_pooled, few,
+            num_warps=_warps(tall * few),
+        )  # fmt: skip
+        return Forward(y, mean, invstd, code, won)
+    tiles = _summing(rows, channels)
+    entries = tiles.programs * tiles.fold
+    means, squares = torch.empty(2, entries, channels, dtype=torch.float32, device=x.device)
+    kernels.statistics[tiles.grid](
+        x,
+        means,
+        squares,
+        rows,
+        tiles.blocks,
+        channels,
+        tiles.fold,
+        tiles.tall,
+        LANES,
+        num_warps=tiles.warps,
+    )
+    tall, span = _tall(entries), tiles.tall * tiles.blocks
+    kernels.finish_statistics[(_ceil(channels, 8),)](
+        means, squares, mean, invstd, running_mean, running_var, rows, entries, span, momentum, eps,
+        channels, tiles.fold, tracked, tall, 8, num_warps=_warps(tall * 8),
+    )  # fmt: skip
+    if steps.pool:
+        lanes = min(64, _power(channels))
+        kernels.put_windows[(_ceil(places, 16), _ceil(channels, lanes))](
+            x, bytes_kept, y, codes, winners, mean, invstd, gamma, beta, places, scale,
+            channels, high, wide, dropped, 16, lanes, num_warps=4,
+        )  # fmt: skip
+    else:
+        tiles = _putting(rows, channels)
+        kernels.put_places[tiles.grid](
+            x, added, bytes_kept, y, codes, mean, invstd, gamma, beta, rows, scale,
+            channels, tiles.fold, steps.relu, dropped, steps.add, tiles.tall, LANES, num_warps=4,
+        )  # fmt: skip
+    return Forward(y, mean, invstd, code, won)
+
+
+def backward(
+    dy: Tensor, x: Tensor, gamma: Tensor, beta: Tensor, saved: Forward, steps: Steps, *, want_x: bool, want_add: bool
+) -> Gradients:
+    """The gradients; `saved` is what `forward` gave (its `y` is not read), dy has y's shape in any layout."""
+    images, channels, high, wide = _shape(x)
+    rows = images * high * wide
+    _, mean, invstd, code, won = saved
+    places = rows if won is None else won.shape[0]
+    dense = dy.is_contiguous() if x.ndim == 2 else dy.is_contiguous(memory_format=torch.channels_last)
+    if not dense and not (steps.pool and rows <= WHOLE and dy.is_contiguous()):  # what is flattened next, NCHW
+        dy = dy.contiguous(memory_format=torch.contiguous_format if x.ndim == 2 else torch.channels_last)
+    strides = dy.stride() if steps.pool else (0, 0, 0, 0)
+    dx = torch.empty_like(x) if want_x else None
+    d_add = torch.empty_like(x) if want_add else None
+    dgamma, dbeta = torch.empty_like(gamma), torch.empty_like(beta)
+    codes, winners, to_x, to_add = (x if each is None else each for each in (code, won, dx, d_add))  # x: not touched
+    scale = steps.scale or 1.0
+    found = Gradients(dx, d_add, dgamma, dbeta)
+    if rows <= WHOLE:
+        few, tall, tall_pooled = _few(rows), _tall(rows), min(_tall(places), 256)
+        kernels.whole_backward[(_ceil(channels, few),)](
+            x, dy, codes, winners, to_x, to_add, dgamma, dbeta, mean, invstd, gamma, beta,
+            rows, images, scale, *strides, channels, high, wide,
+            steps.relu, steps.coded, steps.pool, want_x, want_add, tall, tall_pooled, few,
+            num_warps=_warps(tall * few),
+        )  # fmt: skip
+        return found
+    tiles = _summing(places, channels)
+    entries = tiles.programs * tiles.fold
+    totals, products = torch.empty(2, entries, channels, dtype=torch.float32, device=x.device)
+    kernels.sums[tiles.grid](
+        winners if steps.pool else x, dy, codes, totals, products, mean, invstd, gamma, beta,
+        places, tiles.blocks, scale, channels, tiles.fold, steps.relu, steps.coded, tiles.tall, LANES,
+        num_warps=tiles.warps,
+    )  # fmt: skip
+    tall = _tall(entries)
+    kernels.finish_sums[(_ceil(channels, 8),)](
+        totals, products, invstd, dgamma, dbeta, entries, channels, tall, 8, num_warps=_warps(tall * 8)
+    )
+    if steps.pool and want_x:
+        lanes, windows = min(64, _power(channels)), images * ((high + 1) // 2) * ((wide + 1) // 2)
+        kernels.give_windows[(_ceil(windows, 16), _ceil(channels, lanes))](
+            x, dy, codes, to_x, dgamma, dbeta, mean, invstd, gamma, windows, rows, scale, *strides,
+            channels, high, wide, 16, lanes, num_warps=4,
+        )  # fmt: skip
+    elif want_x or want_add:
+        tiles = _putting(rows, channels)
+        kernels.give_places[tiles.grid](
+            x, dy, codes, to_x, to_add, dgamma, dbeta, mean, invstd, gamma, beta, rows, scale,
+            channels, tiles.fold, steps.relu, steps.coded, want_x, want_add, tiles.tall, LANES, num_warps=4,
+        )  # fmt: skip
+    return found
+
+
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _power(number: int) -> int:
+    """The least power of two that is not below."""
+    return 1 << (number - 1).bit_length()
+
+
+def _warps(numbers: int) -> int:
+    """Of a tile of so many numbers: 16 a thread, four warps at least, eight at most."""
+    return 8 if numbers > 2048 else 4

@@ -1,0 +1,130 @@
+"""What follows a layer, run by the modules one by one and by the kernels, for tests of `nets.fused`."""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from torch import Generator, Tensor, nn
+
+from ness.lab.nets import fused
+from ness.lab.nets.base import Norms, norm1d, norm2d
+from ness.lab.nets.dropout import Dropout
+
+Found = dict[str, Tensor | None]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Shapes and steps of one comparison."""
+
+    shape: tuple[int, ...]
+    relu: bool = True
+    dropout: float = 0.0
+    pool: bool = False
+    add: bool = False
+    norms: Norms = "stored"
+    affine: bool = True  # whether γ and β are trained
+    x_trained: bool = True
+    dtype: torch.dtype = torch.float32
+    dy: str = "channels_last"  # or "contiguous", "expanded", "sliced"
+    ties: bool = False  # x has few different values
+    shift: float = 1.0
+
+    def on(self, device: torch.device) -> "Made":
+        torch.manual_seed(1)
+        norm = (norm1d if len(self.shape) == 2 else norm2d)(self.shape[1], self.norms)
+        norm.weight.data.normal_()
+        norm.bias.data.normal_(0.3)
+        norm.requires_grad_(self.affine)
+        layout = torch.contiguous_format if len(self.shape) == 2 else torch.channels_last
+        x = torch.randn(self.shape) * 2 + self.shift
+        x = x.round() if self.ties else x
+        size = (*self.shape[:2], *(side // 2 for side in self.shape[2:])) if self.pool else self.shape
+        dy = torch.randn(size)
+        if self.dy == "expanded":
+            dy = dy[:1].expand(size)
+        elif self.dy == "sliced":
+            dy = torch.cat([dy, dy])[::2]
+        elif self.dy == "channels_last":
+            dy = dy.contiguous(memory_format=layout)
+        x, dy, add = (each.to(device, self.dtype) for each in (x, dy, torch.randn(self.shape)))
+        x, add = (each.contiguous(memory_format=layout) for each in (x, add))
+        return Made(self, norm.to(device), x, dy, add)
+
+
+@dataclass(frozen=True)
+class Made:
+    """A case on a device."""
+
+    case: Case
+    norm: nn.Module
+    x: Tensor
+    dy: Tensor
+    add: Tensor
+
+    def run(self) -> Found:
+        """Result, gradients and running statistics, by whichever way is taken."""
+        case, device = self.case, self.x.device
+        x, add = self.x.clone().requires_grad_(case.x_trained), self.add.clone().requires_grad_()
+        dropout = Dropout(case.dropout)
+        dropout.generator = Generator(device).manual_seed(2)
+        before = {name: value.clone() for name, value in self.norm.named_buffers()}
+        for parameter in self.norm.parameters():
+            parameter.grad = None
+        modules = (
+            nn.ReLU() if case.relu else None,
+            dropout if case.dropout else None,
+            nn.MaxPool2d(2) if case.pool else None,
+        )
+        y = fused.after(x, self.norm, *modules, add=add if case.add else None, training=True)
+        y.backward(self.dy)
+        found = {"y": y.detach(), "dx": x.grad, "dadd": add.grad}
+        found |= {f"d{name}": parameter.grad for name, parameter in self.norm.named_parameters()}
+        found |= {name: value.clone() for name, value in self.norm.named_buffers() if value.is_floating_point()}
+        for name, value in self.norm.named_buffers():
+            value.copy_(before[name])
+        return found
+
+
+def both(case: Case, device: torch.device, patch: pytest.MonkeyPatch) -> tuple[Found, Found]:
+    """What the kernels give and what the modules give."""
+    made = case.on(device)
+    patch.setattr(fused, "on_card", lambda x: True)
+    asked = []
+    patch.setattr(fused, "_together", lambda *args, real=fused._together: asked.append(1) or real(*args))
+    by_kernels = made.run()
+    assert asked, "the modules ran"
+    patch.undo()
+    patch.setattr(fused, "on_card", lambda x: False)
+    by_modules = made.run()
+    patch.undo()
+    return by_kernels, by_modules
+
+
+def assert_same(found: Found, expected: Found, tolerance: float, strays: float = 0.0) -> None:
+    """Equal number by number to tolerance · (rms + |expected|), but for a share of `strays`.
+
+    Where two places of a window are equal to the last bit but one, or a number is 0 to the last bit, rounding decides
+    where a gradient goes.
+    """
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        other = found[name]
+        assert (other is None) == (value is None), name
+        if value is None or other is None:
+            continue
+        assert (other.shape, other.stride(), other.dtype) == (value.shape, value.stride(), value.dtype), name
+        value, other = value.double(), other.double()
+        far = (other - value).abs() > tolerance * (value.square().mean().sqrt() + value.abs())
+        wrong = far | other.isnan()
+        assert int(wrong.sum()) <= math.ceil(strays * wrong.numel()), (name, float((other - value).abs().max()))
+
+
+AFTER_CONV = Case((64, 64, 29, 29), dropout=0.2, pool=True)
+ALEXNET = (
+    AFTER_CONV,
+    replace(AFTER_CONV, shape=(64, 128, 12, 12)),
+    replace(AFTER_CONV, shape=(64, 256, 5, 5), dropout=0.5, dy="contiguous"),
+    Case((64, 2048), dropout=0.5),
+)

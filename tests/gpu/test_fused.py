@@ -1,0 +1,161 @@
+"""On a card: the kernels do what the modules do, on the networks' shapes, the same bits every time."""
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Generator, Tensor
+
+from fusing import AFTER_CONV, ALEXNET, Case, Found, assert_same, both
+from ness.lab import registry
+from ness.lab.environment import repeatable
+from ness.lab.nets import fused
+from ness.lab.nets.base import Network, Norms, build
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
+]
+CARD = torch.device("cuda")
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    pytest.importorskip("triton")
+    with repeatable(CARD):
+        yield
+
+
+SHAPES = {str(case.shape): case for case in ALEXNET}
+CHANGES: dict[str, dict[str, object]] = {
+    "stored": {},
+    "batch": {"norms": "batch"},
+    "frozen affine": {"affine": False},
+    "only affine": {"x_trained": False},
+    "gradient in another order": {"dy": "contiguous"},
+    "expanded gradient": {"dy": "expanded"},
+    "no dropout": {"dropout": 0.0},
+    "ties": {"ties": True},
+    "bfloat16": {"dtype": torch.bfloat16},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_kernels_do_what_the_modules_do(shape: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case: Case = replace(SHAPES[shape], **CHANGES[change])  # type: ignore[arg-type]
+    found, expected = both(case, CARD, monkeypatch)
+    if case.dtype == torch.bfloat16:
+        assert_same(found, expected, 3e-2, 1e-2)
+    else:
+        assert_same(found, expected, 2e-5, 1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 17, 36, 512])
+def test_any_size_of_batch(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for case in ALEXNET:
+        case = replace(case, shape=(size, *case.shape[1:]))
+        found, expected = both(case, CARD, monkeypatch)
+        assert_same(found, expected, 5e-4 if size == 2 and len(case.shape) == 2 else 2e-5, 1e-5)
+
+
+def captured(case: Case) -> Found:
+    """What a graph of forward and backward gives, replayed twice on the same numbers."""
+    made = case.on(CARD)
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        generator = Generator(CARD).manual_seed(2)
+        dropout = fused.Dropout(case.dropout)
+        dropout.generator = generator
+        x = made.x.clone().requires_grad_()
+        modules = (torch.nn.ReLU(), dropout, torch.nn.MaxPool2d(2) if case.pool else None)
+        parameters = [x, *made.norm.parameters()]
+
+        def work() -> list[Tensor]:
+            y = fused.after(x, made.norm, *modules, training=True)
+            return [y.detach(), *torch.autograd.grad(y, parameters, made.dy)]
+
+        work()
+        graph = torch.cuda.CUDAGraph()
+        graph.register_generator_state(generator)
+        with torch.cuda.graph(graph, stream=stream):
+            results = work()
+        replays = []
+        for _ in range(2):
+            generator.manual_seed(3)
+            for name, value in made.norm.named_buffers():
+                value.fill_(1 if name == "running_var" else 0)
+            graph.replay()
+            replays.append([each.clone() for each in (*results, *made.norm.buffers())])
+    torch.cuda.synchronize()
+    assert all(torch.equal(one, two) for one, two in zip(*replays, strict=True))
+    return {str(number): value for number, value in enumerate(replays[0])}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_captured_twice_it_is_bit_equal(shape: str) -> None:
+    one, two = captured(SHAPES[shape]), captured(SHAPES[shape])
+    assert all(torch.equal(one[name], two[name]) for name in one)  # type: ignore[arg-type]
+
+
+def test_a_step_of_the_kernels_does_not_wait_for_the_card() -> None:
+    made = AFTER_CONV.on(CARD)
+    made.run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        made.run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def network(name: str, norms: Norms) -> Network:
+    """On the card, the same every time."""
+    return build(
+        registry.all_networks()[name],
+        (3, 84, 84) if name.endswith("84") else (3, 32, 32),
+        [10],
+        norms,
+        weights=Generator().manual_seed(1),
+        dropout=Generator(CARD).manual_seed(1),
+        device=CARD,
+    )
+
+
+@pytest.mark.parametrize("norms", ["batch", "stored"])
+@pytest.mark.parametrize("name", ["alexnet"])
+def test_a_whole_network_is_the_same_to_rounding(name: str, norms: Norms, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And once more by the kernels to the bit."""
+    found: list[dict[str, Tensor]] = []
+    for way in ("modules", "kernels", "kernels"):
+        with monkeypatch.context() as patch:
+            if way == "modules":
+                patch.setattr(fused, "on_card", lambda x: False)
+            net = network(name, norms).train()
+            side = 84 if name.endswith("84") else 32
+            images = torch.randn(64, 3, side, side, generator=Generator().manual_seed(3)).to(CARD)
+            logits = net(images.contiguous(memory_format=torch.channels_last), 0)
+            torch.nn.functional.cross_entropy(logits, torch.arange(64, device=CARD) % 10).backward()
+            gradients = {key: value.grad for key, value in net.named_parameters() if value.grad is not None}
+            running = {key: value.clone() for key, value in net.named_buffers() if value.is_floating_point()}
+            found.append({"logits": logits.detach(), **gradients, **running})
+    plain, first, second = found
+    assert plain.keys() == first.keys()
+    for key, value in plain.items():
+        assert torch.equal(first[key], second[key]), key
+        assert float((first[key] - value).norm() / value.norm()) < 2e-2, key
+
+
+@pytest.mark.parametrize("name", ["alexnet"])
+def test_every_block_of_a_training_network_is_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In float32 and in bfloat16: convolutions put out what the kernels can read."""
+    net, real, calls = network(name, "batch").train(), fused._together, []
+    monkeypatch.setattr(fused, "_together", lambda *args: calls.append(args[0].dtype) or real(*args))
+    side = 84 if name.endswith("84") else 32
+    images = torch.randn(64, 3, side, side, device=CARD).contiguous(memory_format=torch.channels_last)
+    norms = sum(isinstance(module, fused.BatchNorm1d | fused.BatchNorm2d) for module in net.modules())
+    for narrow in (False, True):
+        calls.clear()
+        with torch.autocast("cuda", torch.bfloat16, enabled=narrow):
+            net(images, 0).float().sum().backward()
+        assert calls == [torch.bfloat16 if narrow else torch.float32] * norms
