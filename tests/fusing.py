@@ -31,6 +31,16 @@ class Case:
     ties: bool = False  # x has few different values
     shift: float = 1.0
 
+    def modules(self, generator: Generator) -> tuple[nn.ReLU | None, Dropout | None, nn.MaxPool2d | None]:
+        """What follows the norm."""
+        dropout = Dropout(self.dropout)
+        dropout.generator = generator
+        return (
+            nn.ReLU() if self.relu else None,
+            dropout if self.dropout else None,
+            nn.MaxPool2d(2) if self.pool else None,
+        )
+
     def on(self, device: torch.device) -> "Made":
         torch.manual_seed(1)
         norm = (norm1d if len(self.shape) == 2 else norm2d)(self.shape[1], self.norms)
@@ -67,16 +77,10 @@ class Made:
         """Result, gradients and running statistics, by whichever way is taken."""
         case, device = self.case, self.x.device
         x, add = self.x.clone().requires_grad_(case.x_trained), self.add.clone().requires_grad_()
-        dropout = Dropout(case.dropout)
-        dropout.generator = Generator(device).manual_seed(2)
+        modules = case.modules(Generator(device).manual_seed(2))
         before = {name: value.clone() for name, value in self.norm.named_buffers()}
         for parameter in self.norm.parameters():
             parameter.grad = None
-        modules = (
-            nn.ReLU() if case.relu else None,
-            dropout if case.dropout else None,
-            nn.MaxPool2d(2) if case.pool else None,
-        )
         y = fused.after(x, self.norm, *modules, add=add if case.add else None, training=True)
         y.backward(self.dy)
         found = {"y": y.detach(), "dx": x.grad, "dadd": add.grad}
@@ -127,4 +131,9 @@ ALEXNET = (
     replace(AFTER_CONV, shape=(64, 128, 12, 12)),
     replace(AFTER_CONV, shape=(64, 256, 5, 5), dropout=0.5, dy="contiguous"),
     Case((64, 2048), dropout=0.5),
+)
+RESNET = tuple(
+    Case(shape, relu=relu, add=add)
+    for shape in ((64, 20, 42, 42), (64, 40, 21, 21), (64, 80, 11, 11), (64, 160, 6, 6))
+    for relu, add in ((True, False), (True, True), (False, False))
 )

@@ -14,6 +14,7 @@ from ness.lab.nets import fused
 from ness.lab.nets.alexnet import ConvBlock, WideBlock
 from ness.lab.nets.base import norm2d
 from ness.lab.nets.dropout import Dropout
+from ness.lab.nets.resnet import Block
 
 CPU = torch.device("cpu")
 IMAGES = torch.randn(4, 3, 6, 6, generator=Generator().manual_seed(1)).contiguous(memory_format=torch.channels_last)
@@ -43,6 +44,15 @@ def test_a_training_block_is_fused(calls: list[int]) -> None:
     block()(IMAGES)
     wide = WideBlock(3, 5, 0.5, "batch")
     wide(torch.randn(4, 3))
+    assert len(calls) == 2
+    Block(3, 8, 2, "batch").to(memory_format=torch.channels_last)(IMAGES)
+    assert len(calls) == 5  # two norms and the shortcut's
+
+
+def test_a_block_whose_relu_is_hooked_takes_the_modules_there(calls: list[int]) -> None:
+    made = Block(3, 8, 2, "batch").to(memory_format=torch.channels_last)
+    made.relu2.register_forward_hook(lambda module, inputs, out: out * 0)
+    assert not made(IMAGES).any()
     assert len(calls) == 2
 
 
@@ -158,6 +168,13 @@ CASES = {
     "far from zero": replace(CONV, shift=100.0),
     "bfloat16": replace(CONV, dtype=torch.bfloat16),
     "ties": replace(CONV, ties=True, dropout=0.0),
+    "norm and relu": Case((5, 20, 7, 7)),
+    "norm alone": Case((3, 40, 9, 5), relu=False),
+    "sum": Case((3, 33, 6, 5), add=True),
+    "sum, many rows": Case((29, 20, 11, 11), add=True, dy="contiguous"),
+    "sum, only it trained": Case((5, 24, 4, 4), add=True, x_trained=False, affine=False),
+    "sum in bfloat16": Case((5, 20, 7, 7), add=True, dtype=torch.bfloat16),
+    "relu, ties": Case((5, 8, 6, 6), ties=True, shift=0.0),
     "wide": Case((64, 40), dropout=0.5),
     "wide, other order": Case((30, 37), dropout=0.5, dy="expanded"),
 }
@@ -173,13 +190,14 @@ def test_kernels_do_what_the_modules_do(name: str, monkeypatch: pytest.MonkeyPat
     assert_same(found, expected, 3e-2 if narrow else 2e-4 if case.shift > 10 else 1e-5, 1e-2 if narrow else 0.0)
 
 
+@pytest.mark.parametrize("kind", ["conv", "residual"])
 @pytest.mark.usefixtures("kernels")
-def test_a_second_derivative_is_that_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_derivative_is_that_of_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for way in (True, False):
         monkeypatch.setattr(fused, "on_card", lambda x, way=way: way)
         torch.manual_seed(1)
-        made = block()
+        made: nn.Module = block() if kind == "conv" else Block(3, 8, 2, "stored").to(memory_format=torch.channels_last)
         first = torch.autograd.grad(made(IMAGES).square().sum(), list(made.parameters()), create_graph=True)
         second = torch.autograd.grad(sum(each.square().sum() for each in first), list(made.parameters()))
         found.append([each.detach() for each in (*first, *second)])

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
+from ness.lab.nets.fused import after
 
 WIDTHS = (20, 40, 80, 160)
 
@@ -26,8 +27,7 @@ class Shortcut(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, s, s) to (n, outputs, s', s')."""
-        out: Tensor = self.norm(self.conv(x))
-        return out
+        return after(self.conv(x), self.norm, training=self.training)
 
 
 class Block(nn.Module):
@@ -46,9 +46,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, s, s) to (n, outputs, s', s')."""
-        inner = self.norm2(self.conv2(self.relu1(self.norm1(self.conv1(x)))))
-        out: Tensor = self.relu2(inner + self.shortcut(x))
-        return out
+        inner = self.conv2(after(self.conv1(x), self.norm1, self.relu1, training=self.training))
+        return after(inner, self.norm2, self.relu2, add=self.shortcut(x), training=self.training)
 
 
 def block_wires(block: str, reads: str, *, shortcut: bool) -> list[Wire]:
@@ -92,7 +91,7 @@ class ResNet18(Network):
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 640) from 32×32, (n, 1440) from 84×84."""
-        x = self.relu1(self.norm1(self.conv1(x)))
+        x = after(self.conv1(x), self.norm1, self.relu1, training=self.training)
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
         return F.avg_pool2d(x, 2).flatten(1)
