@@ -96,7 +96,7 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
     jobs = plan("ness-plus-ablation").jobs
     steps = [jobs[n].as_dict() for n in range(5)]
     differing = [{key for key in one if one[key] != other[key]} for one, other in pairwise(steps)]
-    assert differing == [{"rule", "eps"}, {"norms"}, {"private"}, {"mixup"}]
+    assert differing == [{"rule", "eps"}, {"norms", "norm"}, {"private"}, {"mixup"}]
     assert jobs[4].changes == {}
     others = [job.changes for job in jobs[5:]]
     assert others == [
@@ -104,4 +104,5 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
         *({"private": k} for k in (4, 8, 16, 32, 64)),
         {"norm": "batch"},
         {"basis": "own"},
+        *({key: value for key, value in job.changes.items() if key != "norm"} for job in jobs[:2]),
     ]
