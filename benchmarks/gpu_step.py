@@ -14,7 +14,7 @@ from ness.lab import registry
 from ness.lab.capture import runner_for
 from ness.lab.environment import repeatable
 from ness.lab.jobs import resolve
-from ness.lab.lanes import side_by_side
+from ness.lab.lanes import allow_many_streams, side_by_side
 from ness.lab.pauses import Pausing
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
@@ -86,6 +86,7 @@ def main() -> None:
     parser.add_argument("--networks", nargs="*", default=["alexnet", "resnet18-84", "resnet18-32"])
     parser.add_argument("--lanes", nargs="*", type=int, default=[1, 5, 16])
     asked = parser.parse_args()
+    allow_many_streams()
     if not torch.cuda.is_available():
         print("gpu_step: no CUDA card here; nothing measured")
         return

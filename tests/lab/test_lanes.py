@@ -1,5 +1,6 @@
 """Lanes: who goes on when, what becomes of errors, and how many there are."""
 
+import os
 from collections import deque
 from collections.abc import Generator
 
@@ -7,7 +8,7 @@ import pytest
 import torch
 
 from ness import NessError
-from ness.lab.lanes import Lane, lanes_for, next_lane, side_by_side
+from ness.lab.lanes import Lane, allow_many_streams, lanes_for, next_lane, side_by_side
 
 CPU = torch.device("cpu")
 
@@ -65,3 +66,12 @@ def test_lanes_are_for_cards() -> None:
     assert lanes_for(CPU, 1) == 1
     with pytest.raises(NessError, match="--lanes 3: lanes share a GPU; --device is cpu"):
         lanes_for(CPU, 3)
+
+
+@pytest.mark.parametrize(("before", "after"), [(None, "32"), ("4", "4")])
+def test_the_users_number_of_hardware_queues_stands(before: str | None, after: str, monkeypatch) -> None:
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", before or "")
+    if before is None:
+        monkeypatch.delenv("CUDA_DEVICE_MAX_CONNECTIONS")
+    allow_many_streams()
+    assert os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] == after

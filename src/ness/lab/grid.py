@@ -16,7 +16,7 @@ from ness.lab import devices, fast, plan, registry
 from ness.lab.environment import choose_device, repeatable
 from ness.lab.folder import RunFolder
 from ness.lab.jobs import Job, resolve, settings_type
-from ness.lab.lanes import Run, lanes_for, side_by_side
+from ness.lab.lanes import Run, allow_many_streams, lanes_for, side_by_side
 from ness.lab.pauses import Pausing
 from ness.lab.run import Listener, Options, Outcome, folder_of, running
 from ness.lab.settings import nearest
@@ -75,6 +75,7 @@ def run_all(
     `say` is told which device `auto` came to, and why. Runs whose turn comes after `options.stop_after` are not begun.
     """
     began, asked = time.monotonic(), list(work)
+    allow_many_streams()
     need = devices.need_of([job.benchmark.network for job, _ in asked])
     if options.device == "auto":
         choice = devices.choose(devices.cards(), need, len(asked), options.lanes)

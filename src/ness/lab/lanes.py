@@ -7,6 +7,7 @@ that the host waits for) goes on a stream that the card serves before the steps 
 the next epochs ready in time.
 """
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -78,6 +79,15 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
         return asked
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(MOST_LANES, free // need))
+
+
+def allow_many_streams() -> None:
+    """Gives CUDA as many hardware queues as it can have (32), unless the user has chosen; its default is 8.
+
+    Streams beyond them share a queue and wait for one another: eleven AlexNet lanes take 0.36 ms a step, not 0.33.
+    It must come before anything that wakes CUDA.
+    """
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def streams_on(device: torch.device) -> "tuple[torch.cuda.Stream, torch.cuda.Stream] | None":
