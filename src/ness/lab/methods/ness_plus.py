@@ -51,6 +51,18 @@ def directions_within(layers: tuple[tuple[int, int], ...], norms: int, keep: flo
     return k
 
 
+def private_directions(own: Any, layers: tuple[tuple[int, int], ...], norms: int) -> int:
+    """k under these settings: what they ask for, or as many as `keep` allows beside norms of so many numbers."""
+    if own.private is not None:
+        return int(own.private)
+    return directions_within(layers, norms if own.norms == "own" else 0, own.keep)
+
+
+def norm_numbers(model: nn.Module) -> int:
+    """Numbers in a copy of the network's norms: affine parameters and statistics."""
+    return sum(values.numel() for norm in batch_norms(model) for values in norm.state_dict().values())
+
+
 class NessPlus(Method):
     """W_t = W + B_t Kᵀ: W moves in the null space alone, B_t and the norms are the task's own."""
 
@@ -64,14 +76,8 @@ class NessPlus(Method):
             norm="per_task" if self.own.norms == "own" else "freeze",
             private_basis="shared" if self.own.basis == "shared" else "per_task",
         )
-        self.private = self._directions()
-
-    def _directions(self) -> int:
-        if self.own.private is not None:
-            return self.own.private
-        layers = sizes_of(self.model, self.context.tasks, ()).layers
-        norms = sum(values.numel() for norm in batch_norms(self.model) for values in norm.state_dict().values())
-        return directions_within(layers, norms if self.own.norms == "own" else 0, self.own.keep)
+        layers = sizes_of(self.model, context.tasks, ()).layers
+        self.private = private_directions(self.own, layers, norm_numbers(self.model))
 
     def before_task(self, lesson: Lesson) -> Pausing[None]:
         """From the second task on: the shared weights, confined, and room for what is the task's own."""
