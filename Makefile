@@ -47,7 +47,7 @@ lint: $(VENV)/.ready            ## ruff: style and format
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 
-tables: $(VENV)/.ready          ## make the tables in README.md and docs/ anew from results/
+tables: $(VENV)/.ready          ## make the tables and pictures in README.md and docs/ anew from results/
 	$(BIN)/python -m ness.report.documents README.md docs/*.md
 
 types: $(VENV)/.ready           ## mypy --strict over the package

@@ -4,6 +4,7 @@ import json
 import random
 from pathlib import Path
 
+from ness.lab.jobs import Job
 from ness.report.records import Record, from_result
 
 
@@ -34,6 +35,15 @@ CERTIFICATE = [
 def with_certificate(seed: int = 1, **changes) -> dict:
     notes = [{}, {"certificate": [{**row, "rms_drift": row["rms_drift"] * seed} for row in CERTIFICATE]}]
     return result("ness", seed, notes=notes, seconds=[1.0, 2.0 * seed], epochs=[3, 4], **changes)
+
+
+def keeping_run(job: Job, seed: int, acc: float, kept: int) -> Record:
+    """A run of NESS+ on AlexNet that ends at `acc`, with a task that keeps so many numbers."""
+    fan_ins = {"conv1.conv": 48, "conv2.conv": 576, "conv3.conv": 512, "fc1.linear": 1024, "fc2.linear": 2048}
+    certificate = [{"name": name, "fan_in": fan_in} for name, fan_in in fan_ins.items()]
+    notes = [{}, {"certificate": certificate, "kept": kept}]
+    changes = {"benchmark": "cifar100", "digest": job.digest, "setting": job.label, "notes": notes}
+    return record(job.method.name, seed, [[acc, None], [acc, acc]], **changes)
 
 
 def large(settings: int, seeds: int, tasks: int, layers: int = 0) -> list[Record]:

@@ -9,11 +9,13 @@ from ness import NessError
 from ness.lab.experiment import read
 from ness.lab.metrics import scores
 from ness.report.collect import collect
-from ness.report.documents import END, main, records_in, renewed
+from ness.report.document_pictures import FOLDER, shown
+from ness.report.documents import Renewed, main, records_in, renewed
 from report.making import record, result, write
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+END, END_PICTURE = "<!-- end rows -->", "<!-- end picture -->"
 RESULTS = sorted((ROOT / "results").glob("*/result.json"))
 
 PLAN = """
@@ -37,7 +39,7 @@ def root(tmp_path: Path) -> Path:
 
 
 def of(root: Path, text: str, *records) -> str:
-    return renewed(text, root, records, "a.md")
+    return renewed(text, root, records, "a.md").text
 
 
 def plain(root: Path, seed: int, **changes) -> dict:
@@ -45,10 +47,25 @@ def plain(root: Path, seed: int, **changes) -> dict:
     return result("finetune", seed, benchmark="cifar100", digest=digest, **changes)
 
 
+def of_document(path: Path) -> Renewed:
+    text, records = path.read_text(encoding="utf-8"), records_in(ROOT / "results")
+    return renewed(text, ROOT, records, str(path.relative_to(ROOT)))
+
+
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_the_tables_of_every_document_are_those_of_the_records(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    assert renewed(text, ROOT, records_in(ROOT / "results"), path.name) == text, "run `make tables`"
+    assert of_document(path).text == text, "run `make tables`"
+
+
+def test_the_pictures_of_the_documents_are_those_of_the_records() -> None:
+    pictures = [one for path in DOCUMENTS for one in of_document(path).pictures]
+    assert {one.name for one in pictures} >= {"kept", "heat-maps"}
+    for one in pictures:
+        assert shown(ROOT / one.file) == (one.data if one.draw else None), "run `make tables`"
+    assert sorted((ROOT / FOLDER).iterdir()) == sorted({ROOT / one.file for one in pictures if one.draw})
+    for path in (ROOT / FOLDER).iterdir():
+        assert path.stat().st_size < 60_000
 
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.parent.name)
@@ -92,6 +109,22 @@ def test_a_block_may_name_its_columns(root: Path) -> None:
         ("<!-- rows: plan.toml -->\n<!-- rows: plan.toml -->\n", "a.md, line 2: .* where no block may begin"),
         (f"<!-- rows: plan.toml ac -->\n{END}\n", r"a.md, line 1: no column is called 'ac'.* Did you mean acc\?"),
         (f"<!-- rows: plans.toml -->\n{END}\n", "plans.toml: cannot be read"),
+        (f"<!-- rows: plan.toml -->\n{END_PICTURE}\n", "a.md, line 2: .* where no block may end"),
+        (
+            "<!-- picture: heat-maps plan.toml -->\n",
+            "line 1: the block has no end; expected a line <!-- end picture -->",
+        ),
+        (f"<!-- picture: kept -->\n{END_PICTURE}\n", "a.md, line 1: a picture needs its name and a plan, found kept"),
+        (f"<!-- picture: heat plan.toml -->\n{END_PICTURE}\n", "no picture is called 'heat'.* Did you mean heat-maps?"),
+        (f"<!-- picture: heat-maps plan.toml ness -->\n{END_PICTURE}\n", "line 1: no row is of 'ness'; there are ewc"),
+        (
+            f"<!-- picture: kept plan.toml acc -->\n{END_PICTURE}\n",
+            "line 1: picture kept takes a plan alone, found acc",
+        ),
+        (
+            f"<!-- picture: kept plan.toml -->\n{END_PICTURE}\n",
+            "line 1: 0 rows are ness-plus as it stands, expected one",
+        ),
     ],
 )
 def test_wrong_marks_are_refused(root: Path, text: str, message: str) -> None:
@@ -109,6 +142,49 @@ def test_main_renews_files_and_names_those_that_changed(root: Path, monkeypatch,
     assert "74.50" in Path("with.md").read_text()
     assert main(["with.md", "without.md"]) == 0
     assert capsys.readouterr().out == ""
+
+
+def picture_of(methods: str) -> str:
+    return f"<!-- picture: heat-maps plan.toml {methods} -->\nold\n{END_PICTURE}\n"
+
+
+def test_main_draws_a_picture_anew_where_its_data_changed_and_nowhere_else(root: Path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(root)
+    Path("docs").mkdir()
+    Path("docs/a.md").write_text(picture_of("finetune"))
+    file = Path("docs/pictures/heat-maps.svg")
+
+    def changed() -> list[str]:
+        assert main(["docs/a.md"]) == 0
+        return capsys.readouterr().out.split()
+
+    assert changed() == ["docs/a.md"]
+    assert "*not run yet*" in Path("docs/a.md").read_text()
+    first = write(root / "results/a", plain(root, 1))
+    assert changed() == ["docs/a.md", str(file)]
+    link = "![A table: the accuracy of every task after every task. plain: ACC 74.50, BWT −11.00 (1 of 2 seeds).]"
+    assert f"-->\n\n{link}(pictures/heat-maps.svg)\n\n<!--" in Path("docs/a.md").read_text()
+    other = file.read_text().replace("<svg ", "<svg  ")  # as another version of matplotlib would have drawn it
+    file.write_text(other)
+    assert changed() == []
+    assert file.read_text() == other
+    write(root / "results/b", plain(root, 2))
+    assert changed() == ["docs/a.md", str(file)]
+    assert file.read_text() != other
+    for folder in (first, root / "results/b"):
+        (folder / "result.json").unlink()
+    assert changed() == ["docs/a.md", str(file)]
+    assert not file.exists()
+
+
+def test_a_picture_shows_one_thing_in_all_documents(root: Path, monkeypatch) -> None:
+    monkeypatch.chdir(root)
+    write(root / "results/a", plain(root, 1))
+    Path("a.md").write_text(picture_of("finetune"))
+    Path("b.md").write_text(picture_of("ewc"))
+    assert main(["a.md", "a.md"]) == 0
+    with pytest.raises(NessError, match=r"b.md: docs/pictures/heat-maps.svg shows something else in another document"):
+        main(["a.md", "b.md"])
 
 
 def test_a_record_that_cannot_be_counted_is_an_error(root: Path) -> None:

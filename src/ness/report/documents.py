@@ -1,9 +1,10 @@
-"""Tables inside documents, made anew from records by `make tables`: what stands between two marks is never typed.
+"""Tables and pictures inside documents, made anew from records by `make tables`: never typed, never drawn by hand.
 
-A block begins with the line `<!-- rows: experiments/NAME.toml -->`, which may name columns after the file, and ends
-with the line `<!-- end rows -->`.
+A table stands between the lines `<!-- rows: experiments/NAME.toml -->`, which may name columns after the file, and
+`<!-- end rows -->`; a picture between `<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`.
 """
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,13 +16,15 @@ from ness.lab.experiment import Experiment, read
 from ness.lab.jobs import Job
 from ness.lab.settings import nearest
 from ness.report.collect import collect
+from ness.report.document_pictures import Picture, picture, renew
 from ness.report.formats import NOT_RUN, pipes
+from ness.report.kept import most_kept
 from ness.report.planned import Planned, planned
 from ness.report.records import Record
 from ness.report.shown import number, printed
 
-BEGIN = re.compile(r"<!-- rows: (?P<plan>\S+)(?P<columns>( \S+)*) -->")
-END = "<!-- end rows -->"
+BEGIN = re.compile(r"<!-- (?P<kind>rows|picture): (?P<words>\S+( \S+)*) -->")
+END = re.compile(r"<!-- end (?P<kind>rows|picture) -->")
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,8 @@ def _seeds(one: Planned) -> str:
 
 
 def _kept(one: Planned) -> str:
-    """The most that a task of any seed kept for itself."""
-    kept = [note["kept"] for run in one.runs for note in run.notes if "kept" in note]
-    return f"{max(kept):,}" if kept else ""
+    kept = most_kept(one.runs)
+    return "" if kept is None else f"{kept:,}"
 
 
 def _note(one: Planned) -> str:
@@ -109,27 +111,59 @@ def _says_something(name: str, lines: Sequence[Planned]) -> bool:
     return len(cells) > 1 if name == "benchmark" else cells != {""}
 
 
-def renewed(text: str, root: Path, records: Sequence[Record], where: str) -> str:
-    """The document with every block made anew; plans are found from `root`."""
-    return "".join(_renewed(text, root, records, where))
+@dataclass(frozen=True)
+class Renewed:
+    """A document as it should be, and the pictures it shows."""
+
+    text: str
+    pictures: tuple[Picture, ...]
 
 
-def _renewed(text: str, root: Path, records: Sequence[Record], where: str) -> Iterator[str]:
-    begun = 0  # the line of the mark we are behind
+def renewed(text: str, root: Path, records: Sequence[Record], where: str) -> Renewed:
+    """The document with every block made anew; `where` is its path from `root`, as plans are found from there."""
+    pieces = list(_pieces(text, root, records, where))
+    pictures = tuple(piece for piece in pieces if isinstance(piece, Picture))
+    return Renewed("".join(_link(one, where) if isinstance(one, Picture) else one for one in pieces), pictures)
+
+
+def _pieces(text: str, root: Path, records: Sequence[Record], where: str) -> Iterator[str | Picture]:
+    """What is kept, line by line, and what is made anew between the marks."""
+    begun, kind = 0, ""  # the line of the mark we are behind, and what it begins
     for at, line in enumerate(text.splitlines(keepends=True), start=1):
-        found, ends = BEGIN.fullmatch(line.strip()), line.strip() == END
-        if (ends and not begun) or (found and begun):
+        found, ends = BEGIN.fullmatch(line.strip()), END.fullmatch(line.strip())
+        if (ends and ends["kind"] != kind) or (found and begun):
             raise NessError(f"{where}, line {at}: {line.strip()} where no block may {'end' if ends else 'begin'}")
         if ends:
-            begun = 0
+            begun, kind = 0, ""
         if not begun:
             yield line
         if found:
-            begun = at
-            columns = _columns(found["columns"].split(), f"{where}, line {at}")
-            yield block(read(root / found["plan"]), found["plan"], columns, records)
+            begun, kind = at, found["kind"]
+            made = _picture if kind == "picture" else _table
+            yield made(found["words"].split(), root, records, f"{where}, line {at}")
     if begun:
-        raise NessError(f"{where}, line {begun}: the block has no end; expected a line {END}")
+        raise NessError(f"{where}, line {begun}: the block has no end; expected a line <!-- end {kind} -->")
+
+
+def _table(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> str:
+    plan, *columns = words
+    return block(read(root / plan), plan, _columns(columns, where), records)
+
+
+def _picture(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> Picture:
+    if len(words) < 2:
+        raise NessError(f"{where}: a picture needs its name and a plan, found {words[0]} alone")
+    name, plan, *rest = words
+    return picture(name, read(root / plan), rest, records, where)
+
+
+def _link(one: Picture, where: str) -> str:
+    """The line that shows a picture in the document at `where`."""
+    if one.draw is None:
+        return f"\n*{NOT_RUN}*\n\n"
+    path = Path(os.path.relpath(one.file, Path(where).parent)).as_posix()
+    words = re.sub(r"([\\\[\]*_`<])", r"\\\1", one.words)
+    return f"\n![{words}]({path})\n\n"
 
 
 def _columns(names: Sequence[str], where: str) -> Sequence[str]:
@@ -149,15 +183,22 @@ def records_in(folder: Path) -> Sequence[Record]:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Renews these documents, from results/ here, and says which of them changed."""
+    """Renews these documents and their pictures, from results/ here, and says which files changed."""
     root = Path.cwd()
     records = records_in(root / "results")
+    pictures: dict[Path, Picture] = {}
     for path in map(Path, argv):
         before = path.read_text(encoding="utf-8")
         after = renewed(before, root, records, str(path))
-        if after != before:
-            path.write_text(after, encoding="utf-8", newline="\n")
+        if after.text != before:
+            path.write_text(after.text, encoding="utf-8", newline="\n")
             sys.stdout.write(f"{path}\n")
+        for one in after.pictures:
+            if pictures.setdefault(one.file, one).data != one.data:
+                raise NessError(f"{path}: {one.file} shows something else in another document; one plan a picture")
+    for one in pictures.values():
+        if renew(one, root):
+            sys.stdout.write(f"{one.file}\n")
     return 0
 
 

@@ -31,6 +31,16 @@ def test_side_by_side_leaves_no_empty_frame() -> None:
     assert [axes.axison for axes in drawn.axes] == [True, True, True, False]
 
 
+def test_small_maps_say_where_a_task_was_learnt_where_it_ended_and_what_colours_mean() -> None:
+    three = [[90.0, None, None], [70.0, 65.0, None], [60.0, 65.0, 50.0]]
+    drawn = heat.in_a_row([three, MATRIX], [ODD, "b"], ODD)
+    one, other = drawn.axes
+    assert [text.get_text() for text in one.texts] == ["90.0", "65.0", "60.0", "65.0", "50.0"]
+    assert [text.get_text() for text in other.texts] == ["90.0", "78.5", "65.0"]
+    legend = [text.get_text() for text in drawn.legends[0].get_texts()]
+    assert legend == ["within 0.5", "lost over 10", "lost over 20", "just learnt"]
+
+
 def test_the_scatter_shows_those_that_learn_task_after_task() -> None:
     found = rows([record(), record("joint", 1, [[80.0, 90.0]])])
     drawn = scatter.figure(found, [ODD, "joint"], ODD)

@@ -1,6 +1,7 @@
 """An empty figure, and how one is written: PNG, SVG and PDF beside one another."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
@@ -8,7 +9,10 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 
 KINDS = ("png", "svg", "pdf")
-_UNDATED = {"svg": {"Date": None}, "pdf": {"CreationDate": None}}  # the same runs give the same file
+_UNDATED: Mapping[str, Mapping[str, str | None]] = {
+    "svg": {"Date": None},
+    "pdf": {"CreationDate": None},
+}  # the same runs give the same file
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*", "<", ">")  # told apart without colour
 
 
@@ -24,9 +28,23 @@ def save(drawn: Figure, stem: Path) -> list[Path]:
     paths = [stem.with_name(f"{stem.name}.{kind}") for kind in KINDS]
     drawn.draw_without_rendering()
     drawn.set_layout_engine("none")  # laid out once, not once a format
-    with matplotlib.rc_context({"svg.hashsalt": "ness"}):
-        for path, kind in zip(paths, KINDS, strict=True):
-            temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-            drawn.savefig(temporary, format=kind, dpi=150, metadata=_UNDATED.get(kind))
-            temporary.replace(path)
+    for path, kind in zip(paths, KINDS, strict=True):
+        _write(drawn, path, kind, _UNDATED.get(kind))
     return paths
+
+
+def save_svg(drawn: Figure, path: Path, description: str) -> None:
+    """One SVG whose words are text, hence small, with a description in its metadata."""
+    for _ in range(2):  # squares beside a legend find their place in the second
+        drawn.draw_without_rendering()
+    drawn.set_layout_engine("none")
+    alike = ["DejaVu Sans", "Verdana"]  # in width, and one of them is everywhere
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.sans-serif": alike}):
+        _write(drawn, path, "svg", {**_UNDATED["svg"], "Creator": None, "Description": description})
+
+
+def _write(drawn: Figure, path: Path, kind: str, metadata: Mapping[str, str | None] | None) -> None:
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    with matplotlib.rc_context({"svg.hashsalt": "ness"}):
+        drawn.savefig(temporary, format=kind, dpi=150, metadata=metadata)
+    temporary.replace(path)

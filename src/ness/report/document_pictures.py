@@ -1,0 +1,136 @@
+"""Pictures inside documents: what each is made of, what it says in words, and its SVG, which carries what it shows.
+
+The metadata of an SVG holds the data it was drawn from. So a test can hold it against the records without drawing, and
+a file is drawn anew only where its data changed: another version of matplotlib touches nothing.
+"""
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+from xml.etree import ElementTree
+
+from ness.errors import NessError
+from ness.lab.experiment import Experiment
+from ness.lab.settings import nearest
+from ness.report.kept import Keeping, Point, keeping
+from ness.report.maps import Map, Maps, maps
+from ness.report.records import Record
+from ness.report.shown import number
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure  # loaded where something is drawn
+
+FOLDER = Path("docs/pictures")
+DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
+
+
+@dataclass(frozen=True)
+class Picture:
+    """What a file shows, as data and in words, and who draws it; None where no row has run yet."""
+
+    name: str
+    data: str  # JSON
+    words: str
+    draw: "Callable[[], Figure] | None"
+
+    @property
+    def file(self) -> Path:
+        """Where it lies, from the root of the repository."""
+        return FOLDER / f"{self.name}.svg"
+
+
+def picture(name: str, experiment: Experiment, words: Sequence[str], records: Sequence[Record], where: str) -> Picture:
+    """The picture of this name, from a plan's rows; `words` are what stands behind the plan in the mark."""
+    if name not in PICTURES:
+        raise NessError(
+            f"{where}: no picture is called {name!r}; there are {', '.join(PICTURES)}.{nearest(name, PICTURES)}"
+        )
+    return PICTURES[name](name, experiment, words, records, where)
+
+
+def renew(found: Picture, root: Path) -> bool:
+    """Writes the file if it does not show this already, removes it if there is nothing to show; whether it changed."""
+    path = root / found.file
+    if shown(path) == (found.data if found.draw else None):
+        return False
+    if found.draw is None:
+        path.unlink()
+        return True
+    from ness.report.figures.canvas import save_svg
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_svg(found.draw(), path, found.data)
+    return True
+
+
+def shown(path: Path) -> str | None:
+    """The data that an SVG was drawn from; None where there is no file, and "" where it does not say."""
+    if not path.exists():
+        return None
+    try:
+        return ElementTree.parse(path).findtext(f".//{DESCRIPTION}") or ""
+    except ElementTree.ParseError:
+        return ""
+
+
+def _kept(name: str, experiment: Experiment, words: Sequence[str], records: Sequence[Record], where: str) -> Picture:
+    if words:
+        raise NessError(f"{where}: picture {name} takes a plan alone, found {' '.join(words)} behind it")
+    found = keeping(experiment, records, where)
+
+    def draw() -> "Figure":
+        from ness.report.figures import kept
+
+        return kept.figure(found)
+
+    said = f"{found.title}: ACC against what a task keeps, as a share of the shared weights. "
+    said += "; ".join(map(_said_of_point, found.points))
+    return Picture(name, _json(found), f"{said}.", draw if found.points else None)
+
+
+def _said_of_point(one: Point) -> str:
+    k = f"k = {one.directions}{' (the default)' if one.default and not one.apart else ''}"
+    what = f"{one.name}, {k}" if one.apart else k
+    return f"{what}: keeps {one.percent:.2f} %, ACC {number((one.acc, one.deviation))}{_missing(one)}"
+
+
+def _heat_maps(
+    name: str, experiment: Experiment, words: Sequence[str], records: Sequence[Record], where: str
+) -> Picture:
+    found = maps(experiment, words, records, where)
+
+    def draw() -> "Figure":
+        from ness.report.figures import heat
+
+        titles = [
+            f"{one.name}{_missing(one)}\nACC {one.acc}{f', BWT {one.bwt}' if one.bwt else ''}" for one in found.maps
+        ]
+        seeds = max(one.asked for one in found.maps)
+        title = f"{found.title}: test accuracy (%), mean of {seeds} seed{'s' if seeds > 1 else ''}"
+        return heat.in_a_row([one.accuracy for one in found.maps], titles, title)
+
+    said = f"{found.title}: the accuracy of every task after every task. "
+    said += "; ".join(map(_said_of_map, found.maps))
+    return Picture(name, _json(found), f"{said}.", draw if found.maps else None)
+
+
+def _said_of_map(one: Map) -> str:
+    return f"{one.name}: ACC {one.acc}{f', BWT {one.bwt}' if one.bwt else ''}{_missing(one)}"
+
+
+def _missing(one: Point | Map) -> str:
+    """Which seeds a figure stands on, where it is not all."""
+    return "" if one.seeds == one.asked else f" ({one.seeds} of {one.asked} seeds)"
+
+
+def _json(found: Keeping | Maps) -> str:
+    return json.dumps(dataclasses.asdict(found), ensure_ascii=False, separators=(",", ":"))
+
+
+PICTURES: Mapping[str, Callable[[str, Experiment, Sequence[str], Sequence[Record], str], Picture]] = {
+    "kept": _kept,
+    "heat-maps": _heat_maps,
+}
