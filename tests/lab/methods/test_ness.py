@@ -56,8 +56,8 @@ def test_sgd_form_equals_any_form_for_plain_sgd() -> None:
     """F15: on the increment, SGD in the null space is SGD with a projected gradient."""
     one = until_task(tiny.trainer("ness", optimizer="sgd", norm="stored"), 1)
     other = until_task(tiny.trainer("ness", optimizer="sgd", norm="stored"), 1)
-    original = other.method.guard.constrain
-    other.method.guard.constrain = lambda form: original(form="any")
+    original = other.method.guard.constraining
+    other.method.guard.constraining = lambda form: original(form="any")
     until_task(one, 2)
     until_task(other, 2)
     mine, theirs = one.context.model.state_dict(), other.context.model.state_dict()
@@ -76,8 +76,10 @@ def test_sgd_form_equals_any_form_for_plain_sgd() -> None:
 )
 def test_the_form_follows_the_optimizer(changes: dict, form: str, monkeypatch) -> None:
     asked = []
-    constrain = ness.NullSpace.constrain
-    monkeypatch.setattr(ness.NullSpace, "constrain", lambda self, form: (asked.append(form), constrain(self, form))[1])
+    original = ness.NullSpace.constraining
+    monkeypatch.setattr(
+        ness.NullSpace, "constraining", lambda self, form: (asked.append(form), original(self, form))[1]
+    )
     tiny.to_the_end(tiny.trainer("ness", epochs=1, **changes))
     assert asked == [form, form]
 
