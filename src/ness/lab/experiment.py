@@ -24,6 +24,16 @@ class Experiment:
     seeds: tuple[int, ...]
     jobs: tuple[Job, ...]
 
+    def only(self, names: Sequence[str]) -> "Experiment":
+        """The rows of these names, in the plan's order."""
+        known = [job.title for job in self.jobs]
+        for name in names:
+            if name not in known:
+                raise NessError(
+                    f"no row of the plan is called {name!r}; there are {', '.join(known)}.{nearest(name, known)}"
+                )
+        return dataclasses.replace(self, jobs=tuple(job for job in self.jobs if job.title in names))
+
     def work(self) -> list[tuple[Job, int]]:
         """Every run, seed by seed, so that a table that is interrupted is even."""
         return [(job, seed) for seed in self.seeds for job in self.jobs]

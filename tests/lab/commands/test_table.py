@@ -68,6 +68,16 @@ def test_a_plan_that_runs_out_of_time_says_so_and_goes_on_next_time(capsys, tmp_
     assert len(lines(capsys.readouterr().out)) == 2
 
 
+def test_only_the_rows_that_are_named(capsys, tmp_path: Path) -> None:
+    assert main(["table", "--plan", "plan.toml", "--rows", "NESS, wide", "--seeds", "1", "--format", "csv"]) == 0
+    assert [row["name"] for row in lines(capsys.readouterr().out)] == ["NESS, wide"]
+    flags = ["table", "--plan", "plan.toml", "--from", "runs", "--format", "csv"]
+    assert main([*flags, "--rows", "NESS, wide", "finetune"]) == 0
+    assert [row["name"] for row in lines(capsys.readouterr().out)] == ["finetune", "NESS, wide"]
+    assert main([*flags, "--rows", "NESS wide"]) == 2
+    assert "no row of the plan is called 'NESS wide'" in capsys.readouterr().err
+
+
 def test_the_command_lines_seeds_go_before_the_files(capsys, tmp_path: Path) -> None:
     main(["table", "--plan=plan.toml", "--seeds", "7"])
     assert "NESS, wide  fixed epochs=1 eps=0.03  7 " in capsys.readouterr().out

@@ -56,6 +56,7 @@ class PlanArguments(How):
     """The flags of a table whose rows stand in a file."""
 
     plan: Path = setting(Path(), "TOML file of rows: docs/reproduction.md")
+    rows: tuple[str, ...] = setting((), "only the file's rows of these names")
     seeds: tuple[int, ...] | None = setting(None, "one run each, instead of the file's")
     format: Format = setting("text", "how the table is printed")
 
@@ -73,6 +74,7 @@ class PlanFromArguments(FromArguments):
     """The flags of a plan's table of records."""
 
     plan: Annotated[Path, tyro.conf.arg(help="TOML file of rows: docs/reproduction.md")]
+    rows: Annotated[tuple[str, ...], tyro.conf.arg(help="only the file's rows of these names")] = ()
     seeds: Annotated[tuple[int, ...] | None, tyro.conf.arg(help="instead of the file's")] = None
     fast: Annotated[bool, tyro.conf.arg(help="the rows as they are run with --fast")] = False
 
@@ -98,7 +100,7 @@ def of_methods(argv: list[str]) -> int:
 def of_plan(argv: list[str]) -> int:
     """Runs each row of the plan with each seed."""
     own = parse_flags(argv, PlanArguments, ABOUT, "ness table")
-    asked = experiment_of(own.plan, own.seeds, own.fast)
+    asked = experiment_of(own.plan, own.rows, own.seeds, own.fast)
     sys.stderr.write(f"{asked.title or own.plan}: {len(asked.jobs)} rows, {len(asked.seeds)} seeds\n")
 
     def shown(done: Sequence[Record]) -> list[Row]:
@@ -119,7 +121,7 @@ def of_plan_and_records(argv: list[str]) -> int:
     """The plan's rows, those that are not run yet as well."""
     flags_off = (tyro.conf.FlagCreatePairsOff,)
     own = tyro.cli(PlanFromArguments, args=argv, prog="ness table", description=ABOUT, config=flags_off)
-    asked = experiment_of(own.plan, own.seeds, own.fast)
+    asked = experiment_of(own.plan, own.rows, own.seeds, own.fast)
     found = told(collect([own.source], none_is_fine=True))
     sys.stdout.write(FORMATS[own.format]([one.row for one in planned(asked, found.records)]))
     return 0
@@ -141,10 +143,11 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
     return 1 if grid.complaints() else 0
 
 
-def experiment_of(plan: Path, seeds: tuple[int, ...] | None, fast: bool) -> Experiment:
-    """The plan's experiment; the command line's seeds go before its own."""
+def experiment_of(plan: Path, names: Sequence[str], seeds: tuple[int, ...] | None, fast: bool) -> Experiment:
+    """The plan's experiment, or these rows of it; the command line's seeds go before its own."""
     with wrong_use():
         found = read(plan, fast)
+        found = found.only(names) if names else found
     return found if seeds is None else dataclasses.replace(found, seeds=seeds)
 
 
