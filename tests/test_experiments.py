@@ -52,8 +52,10 @@ def test_the_command_of_every_row_asks_for_the_same_run(path: Path) -> None:
 def test_every_number_of_the_paper_has_its_row(benchmark: str) -> None:
     asked = [one.row.paper for one in planned(plan(f"paper-{benchmark}"), [])]
     left = [one for one in numbers() if one.benchmark == benchmark and one not in asked]
-    if benchmark == "mini-imagenet":  # NESS without weight decay is run on CIFAR-100 alone
-        assert [(one.method, one.when["weight_decay"]) for one in left] == [("ness", False)] * 2
+    if benchmark == "mini-imagenet":  # NESS without weight decay and most of DFGP's weights are run on CIFAR-100 alone
+        assert [one.when["weight_decay"] for one in left if one.method == "ness"] == [False] * 2
+        assert [one.when["mix_weight"] for one in left if one.method == "dfgp"] == [0.1, 0.05, 0.001, 0.0001]
+        assert {one.method for one in left} == {"ness", "dfgp"}
     else:
         assert left == []
 
