@@ -43,7 +43,7 @@ class Step:
         if inputs.share is not None:
             batch = mixed_up(batch, inputs.share, self.random)
         clear(self.trained)
-        with tensor_cores(self.lr.device), narrow(self.lr.device, self.fast):
+        with tensor_cores(self.lr.device), narrow(self.lr.device, self.fast), self.method.watching():
             loss = self.method.gradients(batch, self.trained, sam=self.sam)
         self.method.after_backward(batch)
         self.optimizer.step()

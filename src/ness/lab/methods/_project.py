@@ -1,6 +1,7 @@
 """Gradient projection, in one place: what is taken out of a layer's gradient, and the step all such methods share."""
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 
 from ness.errors import NessError
 from ness.lab.loader import Batch
+from ness.lab.methods._pairs import Pairs
 from ness.lab.methods._rows import Layers, backbone_layers
 from ness.lab.methods.base import Context, Lesson, Method, current_heads
 from ness.lab.nets.norms import hold_statistics
@@ -50,13 +52,15 @@ def split(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
 
 
 @torch.no_grad()
-def project_gradients(layers: Layers, removals: Mapping[str, Removal]) -> None:
-    """Takes its removal out of the gradient of every layer that has both."""
+def project_gradients(layers: Layers, removals: Mapping[str, Removal], pairs: Pairs | None = None) -> None:
+    """Takes its removal out of the gradient of every layer that has both; of its rows where they are few and known."""
     for name, remove in removals.items():
         layer = layers[name]
         if layer.weight.grad is None:
             continue
-        weight, bias = split(layer, remove(gradient_of(layer)))
+        known = None if pairs is None else pairs.of(name)
+        matrix = remove(gradient_of(layer)) if known is None else known[1].mT @ remove(known[0])
+        weight, bias = split(layer, matrix)
         layer.weight.grad.copy_(weight)
         if bias is not None and layer.bias is not None and layer.bias.grad is not None:
             layer.bias.grad.copy_(bias)
@@ -71,11 +75,15 @@ class Projecting(Method):
     """
 
     free_norms = False  # whether BatchNorm's affine parameters go on training after the first task
+    by_rows = (
+        False  # whether a linear layer multiplies by the very weights that train, so that their gradient is Σ gᵀ x
+    )
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.layers = backbone_layers(context.model)
         self.removals: dict[str, Removal] = {}
+        self.pairs = Pairs(self.layers)
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers and the head, without BatchNorm unless it is free."""
@@ -89,9 +97,14 @@ class Projecting(Method):
         if lesson.task > 0 and not self.free_norms:
             hold_statistics(self.model)
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Keeps the rows of linear layers, to take out of them what would cost more to take out of gradients."""
+        return self.pairs.watching() if self.by_rows else nullcontext()
+
     def after_backward(self, batch: Batch) -> None:
         """G ← G - G Π."""
-        project_gradients(self.layers, self.removals)
+        project_gradients(self.layers, self.removals, self.pairs)
+        self.pairs.clear()
 
     def is_last(self, lesson: Lesson) -> bool:
         """Whether nothing comes after this task, so that nothing needs to be kept of it."""

@@ -59,6 +59,8 @@ class Scaling(Projecting):
     `scales[task][layer]` are switched by the task a batch is of, so each task is always used with its own.
     """
 
+    by_rows = False  # a layer multiplies by its scaled weights
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.scales: dict[int, dict[str, list[Scale]]] = {}

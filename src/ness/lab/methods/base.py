@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -85,6 +86,10 @@ class Method:
     def train_mode(self, lesson: Lesson) -> None:
         """Puts the modules into the mode in which the task is trained."""
         self.model.train()
+
+    def watching(self) -> AbstractContextManager[None]:
+        """What is around `gradients` in every step: for hooks that must see its passes."""
+        return nullcontext()
 
     def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
         """Fills `.grad` of what trains and returns the loss; replace it for steps of several passes.

@@ -59,6 +59,8 @@ def thresholds(threshold: float, growth: float, tasks: int, *, fill: bool = Fals
 class Gpm(Projecting):
     """The memory the lineage shares: M (d, r) a layer, orthonormal; G ← G - G M Mᵀ from the second task on."""
 
+    by_rows = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.own: Any = context.own

@@ -70,6 +70,8 @@ def mean_rows(layer: Layer, module: nn.Module, x: Tensor, output: Tensor) -> Ten
 class Owm(Projecting):
     """P (d, d) a layer, from I; G ← G P."""
 
+    by_rows = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.own: OwmSettings = context.own

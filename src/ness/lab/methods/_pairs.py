@@ -1,0 +1,75 @@
+"""What a linear layer's gradient is made of: G = Σ gᵀ x, with few rows x and g where batches are small.
+
+A projection then costs a fraction: gᵀ (x - x Π) needs n d (2 r + o) multiplications for n rows and Π of rank r, G - G Π
+needs 2 o d r. With n = 64, o = d = 2048 and r = 300 that is a seventh, and where Π is one dense matrix a sixteenth.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from ness.lab.methods._rows import Layers
+from ness.layers import LinearLayer
+
+
+class Pairs:
+    """The inputs x (n, d) and output gradients g (n, o) behind the `.grad` of every linear layer, as it stands.
+
+    A gradient that is cleared and taken anew (SAM's second pass) begins anew here; one that is added to goes on.
+    """
+
+    def __init__(self, layers: Layers) -> None:
+        self.layers = {
+            name: layer
+            for name, layer in layers.items()
+            if isinstance(layer, LinearLayer) and len(layer.modules) == 1  # of tied weights one module sees a part
+        }
+        self.held: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        self.passed: set[str] = set()  # layers whose pairs are of a backward pass that is over
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Keeps the pairs of every backward pass inside."""
+        handles = [
+            layer.module.register_forward_hook(partial(self._forward, name)) for name, layer in self.layers.items()
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _forward(self, name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if name not in self.held or (name in self.passed and self.layers[name].weight.grad is None):
+            self.held[name] = []
+            self.passed.discard(name)
+        if output.requires_grad:
+            output.register_hook(partial(self._backward, name, inputs[0].detach()))  # type: ignore[no-untyped-call]
+
+    def _backward(self, name: str, x: Tensor, gradient: Tensor) -> None:
+        self.held[name].append((x, gradient.detach()))
+        self.passed.add(name)
+
+    def of(self, name: str) -> tuple[Tensor, Tensor] | None:
+        """All rows [x; 1] (n, width) and g (n, o) of a layer in its weight's dtype; None where they are not few."""
+        held = self.held.get(name, ())
+        if not held:
+            return None
+        layer = self.layers[name]
+        inputs, gradients = (
+            torch.cat([each.reshape(-1, each.shape[-1]) for each in part]).to(layer.weight.dtype)
+            for part in zip(*held, strict=True)
+        )
+        if len(inputs) >= layer.outputs:
+            return None
+        if layer.bias is not None:
+            inputs = torch.cat([inputs, inputs.new_ones(len(inputs), 1)], dim=1)
+        return inputs, gradients
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self.held.clear()
+        self.passed.clear()
