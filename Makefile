@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-browser lint types tables bench clean
+.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-triton test-browser lint types tables bench clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -38,6 +38,10 @@ test-gpu: $(VENV)/.ready        ## the checks on a CUDA card
 test-transformers: $(VENV)/.ready  ## the checks against the real transformers package
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m transformers
+
+test-triton: $(VENV)/.ready     ## the card's kernels in Triton's interpreter, without a card
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton
+	TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/lab/nets/test_fused.py
 
 test-browser: $(VENV)/.ready    ## the report in a real browser (Debian's chromium; skipped where there is none)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright
