@@ -42,6 +42,43 @@ def test_constraining_layer_by_layer_is_constraining_and_leaves_the_model_alone_
     assert [parameter.shape for parameter in ours] == [parameter.shape for parameter in theirs]
 
 
+BETWEEN = {
+    "another constrain": (lambda guard: guard.constrain(), "already constrained"),
+    "rows observed": (lambda guard: guard.observe(low_rank(80, 16, rank=4)), "changed between two layers"),
+    "a weight written": (lambda guard: guard.model.head.weight.detach().mul_(2), "changed between two layers"),
+}
+
+
+@pytest.mark.parametrize("what", BETWEEN)
+def test_constraining_refuses_what_changed_meanwhile(what: str) -> None:
+    meanwhile, message = BETWEEN[what]
+    guard = ready()
+    layers = guard.constraining()
+    next(layers)
+    meanwhile(guard)
+    constrained = guard.constrained
+    with pytest.raises(ness.NessError, match=message):
+        list(layers)
+    assert guard.constrained == constrained
+    if constrained:
+        guard.discard()
+    guard.constrain()
+    assert guard.constrained
+
+
+def test_constraining_refuses_wrong_options_when_it_is_called() -> None:
+    with pytest.raises(ness.NessError, match="form"):
+        ready().constraining(form="bad")  # type: ignore[arg-type]
+
+
+def test_constraining_that_is_abandoned_counts_a_task_in_all_layers_or_none() -> None:
+    guard = ready(rule=ness.Within(0.1))
+    next(guard.constraining())
+    guard.observe(low_rank(80, 16, rank=4))
+    fresh = {held.relative.fresh.gram.count for held in guard._protected.values()}
+    assert fresh == {80}
+
+
 @pytest.mark.filterwarnings("default::ness.NessWarning")
 @pytest.mark.parametrize("verb", ["constrain", "constraining"])
 def test_a_doubt_about_few_rows_points_at_the_callers_line(verb: str) -> None:

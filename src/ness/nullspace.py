@@ -241,13 +241,16 @@ class NullSpace:
     ) -> Iterator[str]:
         """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
 
-        For whoever shows progress, or has other work in between. The model is untouched until the iterator ends.
+        For whoever shows progress, or has other work in between. Nothing happens before the first layer is asked for,
+        and the model is untouched until the iterator ends; if it, or what was observed, has changed by then, it is
+        refused. Under torch.distributed all layers come at the end.
 
         >>> guard = NullSpace(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
         >>> guard.observe([torch.eye(3)])
         >>> [layer for layer in guard.constraining()], guard.constrained
         (['0', '1'], True)
         """
+        distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
         return self._constraining(form, max_drift, task, private, depth=2)
 
     def _constraining(
@@ -256,13 +259,22 @@ class NullSpace:
         """`depth`: how many frames up a warning points, to the caller's own line."""
         distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
         self._reduce()
+        distributed.together(self._begin_task)
         spectra: dict[str, Spectrum] = {}
         if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
             spectra = distributed.together(lambda: dict(self._spectra(private)))
+            yield from spectra
         else:
+            before = self._stamp()
             for name, spectrum in self._spectra(private):
                 spectra[name] = spectrum
                 yield name
+            self._check_constrain(form, max_drift, task, private)
+            if self._stamp() != before:
+                raise NessError(
+                    "constraining: the model's weights, or what was observed, changed between two layers, so the "
+                    "directions found no longer fit; nothing was constrained. Begin again"
+                )
         for doubt in self._doubts(spectra, private):
             warnings.warn(doubt, NessWarning, stacklevel=depth)
         selections = self._selections(spectra)
@@ -297,13 +309,21 @@ class NullSpace:
             raise NessError("constrain: norm='per_task' needs the name of the task, constrain(task=NAME)")
         self._tasks.check_new(task)
 
+    def _begin_task(self) -> None:
+        """What was observed last is a task of its own from now on, in every layer."""
+        if self.rule.relative:
+            for protected in self._protected.values():
+                protected.begin_task()
+
+    def _stamp(self) -> dict[str, tuple[int, int]]:
+        """What changes when rows are observed or a weight is written, by layer."""
+        return {name: (held.gram.count, held.layer.weight._version) for name, held in self._protected.items()}
+
     def _spectra(self, private: int) -> Iterator[tuple[str, Spectrum]]:
         """Decompose every layer that saw something, beside its private directions; note those that did not."""
         self._idle = {name: "saw no input row: frozen" for name in self._found.layers if name not in self._protected}
         found = False
         for name, protected in self._protected.items():
-            if self.rule.relative:
-                protected.begin_task()
             if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
                 self._idle[name] = "saw only zeros: frozen"
                 continue

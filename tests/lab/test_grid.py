@@ -50,3 +50,20 @@ def test_after_the_time_no_run_is_begun_and_what_is_finished_still_counts(tmp_pa
     assert line.startswith("2 runs were not begun, since the time of --stop-after was over")
     in_time = run_all([(job, 1), (job, 2), (job, 3)], Options(tmp_path, stop_after=1e6), silent)
     assert [outcome.how for outcome in in_time.outcomes] == ["run", "there", "run"]
+
+
+def test_again_and_out_of_time_nothing_that_is_finished_is_thrown_away(tmp_path: Path) -> None:
+    job = tiny.job("frozen", epochs=1)
+    (outcome,) = run_all([(job, 1)], Options(tmp_path), silent).outcomes
+    grid = run_all([(job, 1)], Options(tmp_path, again=True, stop_after=0.0), silent)
+    assert grid.not_begun == ["frozen on tiny, seed 1"]
+    assert "1 run was not begun" in grid.complaints()[0]
+    assert "without --again" in grid.complaints()[0]
+    (there,) = run_all([(job, 1)], Options(tmp_path), silent).outcomes
+    assert (there.how, there.result) == ("there", outcome.result)
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_refused(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(NessError, match=r"--stop-after .* expected a number of seconds"):
+        run_all([(tiny.job("frozen"), 1)], Options(tmp_path, stop_after=seconds), silent)

@@ -61,6 +61,29 @@ def test_an_error_ends_its_own_lane_only() -> None:
     assert str(second) == "b went wrong"
 
 
+def test_no_two_lanes_at_work_share_streams_and_a_place_is_taken_over_with_its_last_event(monkeypatch) -> None:
+    made: list[tuple[int, int]] = []
+
+    def streams(device: torch.device) -> tuple[int, int]:
+        made.append((2 * len(made), 2 * len(made) + 1))
+        return made[-1]
+
+    last: dict[tuple[int, int], str] = {}
+
+    def go_on(self: Lane) -> None:
+        assert self.event == last.get(self.streams)
+        self.event = last[self.streams] = f"after {self.number}"
+        self.pause = self.work.send(None)
+
+    monkeypatch.setattr("ness.lab.lanes.streams_on", streams)
+    monkeypatch.setattr(Lane, "go_on", go_on)
+    monkeypatch.setattr(Lane, "ready", lambda self: True)
+    runs = [lambda n=n: counting([], n, 0, fails=n == "b") for n in "abcde"]
+    side_by_side(runs, CPU, lanes=2)
+    assert set(last) == set(made)
+    assert len(made) == 2
+
+
 def test_lanes_are_for_cards() -> None:
     assert lanes_for(CPU, None) == 1
     assert lanes_for(CPU, 1) == 1

@@ -242,6 +242,20 @@ def test_the_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
     assert run(tiny.job(), 1, options(tmp_path)).how == "run"
 
 
+def test_a_run_taken_up_in_the_middle_of_a_task_says_so_before_its_first_epoch(tmp_path: Path) -> None:
+    """Lanes do what is between tasks on another stream, where no step may be captured."""
+    job, options, heard = tiny.job("finetune", epochs=3), Options(tmp_path, save_every=0), []
+    work = running.running(job, 1, options, lambda event: heard.append(event.kind))
+    while "epoch" not in heard:
+        next(work)
+    work.close()
+    again = running.running(job, 1, options, lambda event: heard.append(event.kind))
+    assert next(again) == "steps"
+    assert heard[-1] == "resumed"
+    assert next(again) == "epoch"
+    again.close()
+
+
 def test_other_data_or_another_device_is_not_taken_up(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(Interrupted):
         run(tiny.job(), 1, options(tmp_path), _stop_after_learning)

@@ -161,7 +161,7 @@ def test_main_draws_a_picture_anew_where_its_data_changed_and_nowhere_else(root:
     assert changed() == ["docs/a.md"]
     assert "*not run yet*" in Path("docs/a.md").read_text()
     first = write(root / "results/a", plain(root, 1))
-    assert changed() == ["docs/a.md", str(file)]
+    assert changed() == [str(file), "docs/a.md"]
     link = "![A table: the accuracy of every task after every task. plain: ACC 74.50, BWT −11.00 (1 of 2 seeds).]"
     assert f"-->\n\n{link}(pictures/heat-maps.svg)\n\n<!--" in Path("docs/a.md").read_text()
     other = file.read_text().replace("<svg ", "<svg  ")  # as another version of matplotlib would have drawn it
@@ -169,11 +169,11 @@ def test_main_draws_a_picture_anew_where_its_data_changed_and_nowhere_else(root:
     assert changed() == []
     assert file.read_text() == other
     write(root / "results/b", plain(root, 2))
-    assert changed() == ["docs/a.md", str(file)]
+    assert changed() == [str(file), "docs/a.md"]
     assert file.read_text() != other
     for folder in (first, root / "results/b"):
         (folder / "result.json").unlink()
-    assert changed() == ["docs/a.md", str(file)]
+    assert changed() == [str(file), "docs/a.md"]
     assert not file.exists()
 
 

@@ -105,7 +105,7 @@ class CapturedRunner:
         self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
         self.judged: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
         self.pool = torch.cuda.graph_pool_handle()
-        self.side = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # to capture on where the default is current
+        self.side: torch.cuda.Stream | None = None  # to capture on where the default is current
 
     def _of(self, learning: Learning) -> None:
         if self.learning is not learning:
@@ -164,6 +164,7 @@ class CapturedRunner:
         if current != torch.cuda.default_stream():
             yield
             return
+        self.side = self.side or torch.cuda.Stream()  # type: ignore[no-untyped-call]
         self.side.wait_stream(current)
         with torch.cuda.stream(self.side):
             yield

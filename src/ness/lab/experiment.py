@@ -27,6 +27,8 @@ class Experiment:
     def only(self, names: Sequence[str]) -> "Experiment":
         """The rows of these names, in the plan's order."""
         known = [job.title for job in self.jobs]
+        if not names:
+            raise NessError(f"--rows without a name; there are {', '.join(known)}")
         for name in names:
             if name not in known:
                 raise NessError(

@@ -1,6 +1,7 @@
 """A table of runs: every method with every seed, one after another; what is finished is not run again."""
 
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -37,8 +38,8 @@ class Grid:
         lines = [f"{name}: {reason}" for name, reason in self.failures.items()]
         if self.not_begun:
             lines.append(
-                f"{len(self.not_begun)} runs were not begun, since the time of --stop-after was over; "
-                f"the same command goes on with {self.not_begun[0]}"
+                f"{len(self.not_begun)} {'run was' if len(self.not_begun) == 1 else 'runs were'} not begun, since the "
+                f"time of --stop-after was over; the same command, without --again, goes on with {self.not_begun[0]}"
             )
         return lines
 
@@ -74,6 +75,8 @@ def run_all(
 
     `say` is told which device `auto` came to, and why. Runs whose turn comes after `options.stop_after` are not begun.
     """
+    if options.stop_after is not None and not 0 <= options.stop_after < math.inf:
+        raise NessError(f"--stop-after {options.stop_after}: expected a number of seconds, 0 or more")
     began, asked = time.monotonic(), list(work)
     allow_many_streams()
     need = devices.need_of([job.benchmark.network for job, _ in asked])
@@ -92,7 +95,7 @@ def run_all(
             began,
             partial(running, job, seed, options, listener(job, seed), shelf),
             folder_of(job, seed, options.out),
-            options.stop_after,
+            options,
         )
         for job, seed in asked
     ]
@@ -111,7 +114,7 @@ def run_all(
     return grid
 
 
-def _in_time(began: float, run: Run[Outcome], folder: Path, stop_after: float | None) -> Pausing[Outcome | None]:
-    """The run; None if its turn comes too late, unless it is finished already."""
-    late = stop_after is not None and time.monotonic() - began >= stop_after
-    return None if late and RunFolder(folder).result() is None else (yield from run())
+def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) -> Pausing[Outcome | None]:
+    """The run; None if its turn comes too late, unless it is finished already and is to be left so."""
+    late = options.stop_after is not None and time.monotonic() - began >= options.stop_after
+    return None if late and (options.again or RunFolder(folder).result() is None) else (yield from run())

@@ -22,20 +22,23 @@ from ness.lab.pauses import Pause, Pausing
 
 Result = TypeVar("Result")
 Run = Callable[[], Pausing[Result]]
+Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]  # of steps, and of what is between tasks
+MOST_STREAMS = 32  # torch hands out so many of a priority, then the same ones again
 
 
 @dataclass
 class Lane:
     """A run under way: its place in the list, its pauses, and the streams and the event it waits for.
 
-    Each stream waits for the other one's work when the run changes over. Both belong to the lane, so that memory which
-    one of them frees cannot be handed to anyone who does not wait.
+    Each stream waits for the other one's work when the run changes over. No two lanes at work share one, and a run that
+    follows another in its place waits for its last event: so memory which one stream frees is handed to nobody who does
+    not wait.
     """
 
     number: int
     work: "Pausing[object]"
-    streams: "tuple[torch.cuda.Stream, torch.cuda.Stream] | None"  # of steps, and of what is between tasks
-    event: torch.cuda.Event | None = None
+    streams: "Streams | None" = None
+    event: torch.cuda.Event | None = None  # after what was put on the device last
     waited: float | None = None  # seconds the host has waited for it; None before it has begun
     pause: Pause = None  # what it put on the device last
 
@@ -53,10 +56,12 @@ class Lane:
         stream = steps if self.trains else between
         if self.event is not None:
             stream.wait_event(self.event)
-        with torch.cuda.stream(stream):
-            self.pause = self.work.send(waited)
-        self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self.event.record(stream)
+        try:
+            with torch.cuda.stream(stream):
+                self.pause = self.work.send(waited)
+        finally:
+            self.event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self.event.record(stream)
 
     @property
     def trains(self) -> bool:
@@ -74,8 +79,8 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
             raise NessError(f"--lanes {asked}: lanes share a GPU; --device is {device.type}, so leave --lanes out")
         return 1
     if asked is not None:
-        if asked < 1:
-            raise NessError(f"--lanes {asked}: expected 1 or more")
+        if not 1 <= asked <= MOST_STREAMS:
+            raise NessError(f"--lanes {asked}: expected 1 to {MOST_STREAMS}, as many streams as there are on a card")
         return asked
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(MOST_LANES, free // need))
@@ -90,7 +95,7 @@ def allow_many_streams() -> None:
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
-def streams_on(device: torch.device) -> "tuple[torch.cuda.Stream, torch.cuda.Stream] | None":
+def streams_on(device: torch.device) -> Streams | None:
     """A lane's streams on a card: an ordinary one, and one that is served first."""
     if device.type != "cuda":
         return None
@@ -102,17 +107,21 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
     ends: dict[int, Result | NessError] = {}
     waiting = deque(enumerate(runs))
     active: deque[Lane] = deque()
+    places: list[tuple[Streams | None, torch.cuda.Event | None]]  # streams, and the last event on them
+    places = [(streams_on(device), None) for _ in range(min(lanes, len(runs)))]
     while waiting or active:
-        while waiting and len(active) < lanes:
+        while waiting and places:
             number, run = waiting.popleft()
-            active.append(Lane(number, run(), streams_on(device)))
+            active.append(Lane(number, run(), *places.pop()))
         lane = next_lane(active)
         try:
             lane.go_on()
         except StopIteration as end:
             ends[lane.number] = end.value
+            places.append((lane.streams, lane.event))
         except NessError as error:
             ends[lane.number] = error
+            places.append((lane.streams, lane.event))
         else:
             active.append(lane) if lane.trains else active.appendleft(lane)
     return [ends[number] for number in range(len(runs))]

@@ -157,6 +157,8 @@ def _carry_on(
     pause = options.save_every
     if pause is None:
         pause = 120.0 if trainer.device.type == "cuda" else 30.0  # a card does four times as much in between
+    if trainer.learning is not None and not trainer.learning.over:
+        yield "steps"  # taken up in the middle of a task: what comes next is no work between tasks
     while not trainer.done:
         event = yield from trainer.unit()
         folder.log(event.kind, event.facts)

@@ -187,18 +187,23 @@ def main(argv: Sequence[str]) -> int:
     root = Path.cwd()
     records = records_in(root / "results")
     pictures: dict[Path, Picture] = {}
+    texts: dict[Path, str] = {}
     for path in map(Path, argv):
         before = path.read_text(encoding="utf-8")
         after = renewed(before, root, records, str(path))
         if after.text != before:
-            path.write_text(after.text, encoding="utf-8", newline="\n")
-            sys.stdout.write(f"{path}\n")
+            texts[path] = after.text
         for one in after.pictures:
             if pictures.setdefault(one.file, one).data != one.data:
                 raise NessError(f"{path}: {one.file} shows something else in another document; one plan a picture")
-    for one in pictures.values():
+    for (
+        one
+    ) in pictures.values():  # before the words about them: a picture that cannot be drawn leaves both as they were
         if renew(one, root):
             sys.stdout.write(f"{one.file}\n")
+    for path, text in texts.items():
+        path.write_text(text, encoding="utf-8", newline="\n")
+        sys.stdout.write(f"{path}\n")
     return 0
 
 

@@ -76,6 +76,8 @@ def test_only_the_rows_that_are_named(capsys, tmp_path: Path) -> None:
     assert [row["name"] for row in lines(capsys.readouterr().out)] == ["finetune", "NESS, wide"]
     assert main([*flags, "--rows", "NESS wide"]) == 2
     assert "no row of the plan is called 'NESS wide'" in capsys.readouterr().err
+    assert main([*flags, "--rows"]) == 2
+    assert "--rows without a name" in capsys.readouterr().err
 
 
 def test_the_command_lines_seeds_go_before_the_files(capsys, tmp_path: Path) -> None:

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 import tiny
 from ness.lab.methods._pairs import Pairs
 from ness.lab.methods._project import Projecting, gradient_of, project_gradients, removal
+from ness.lab.methods.base import clear
+from ness.lab.methods.gpm import Gpm
 from ness.layers import LinearLayer
 
 
@@ -92,3 +94,22 @@ def test_scaled_weights_are_not_the_ones_that_are_multiplied_by() -> None:
         held = tiny.trainer(method).method
         assert isinstance(held, Projecting)
         assert not held.by_rows
+
+
+def test_a_loss_of_a_subclasss_own_is_projected_as_it_is() -> None:
+    """A penalty on weights is in .grad, and in no row of any batch."""
+    for loss in (Gpm.loss, lambda self, batch: Gpm.loss(self, batch) + 0.1 * self.layers["fc"].weight.square().sum()):
+        one = tiny.trainer("gpm", batch=8)
+        one.method.__class__ = type("Penalised", (type(one.method),), {} if loss is Gpm.loss else {"loss": loss})
+        while one.at < 1:
+            one.advance()
+        one.advance()
+        method, trained = one.method, one.learning.trained
+        batch = one.data["train"][1].take(torch.arange(8))
+        clear(trained)
+        with method.watching():
+            method.gradients(batch, trained, sam=False)
+        expected = method.removals["fc"](gradient_of(method.layers["fc"]))
+        assert bool(method.pairs.held) == (loss is Gpm.loss)
+        method.after_backward(batch)
+        torch.testing.assert_close(gradient_of(method.layers["fc"]), expected, rtol=1e-4, atol=1e-6)

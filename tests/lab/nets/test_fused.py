@@ -9,7 +9,7 @@ import torch
 from torch import Generator, Tensor, nn
 
 from fusing import Case, assert_same, both
-from ness import NessError
+from ness import NessError, NessWarning
 from ness.lab.nets import fused
 from ness.lab.nets.alexnet import ConvBlock, WideBlock
 from ness.lab.nets.base import norm2d
@@ -123,6 +123,8 @@ def test_what_the_kernels_cannot_read_is_left_to_the_modules(calls: list[int]) -
         assert not fuses(pool=pool)
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         fuses(good[:1, :, :1, :1])
+    with pytest.raises(RuntimeError, match=r"running_mean should contain 8 elements not 4"):
+        fuses(norm=norm2d(4, "stored"))
 
 
 def test_without_triton_the_modules_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,6 +139,22 @@ def test_without_triton_the_modules_run(monkeypatch: pytest.MonkeyPatch) -> None
         assert fused._launches() is None
     finally:
         fused._launches.cache_clear()
+
+
+def test_triton_that_cannot_build_is_said_once_and_the_modules_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        @staticmethod
+        def try_on(device: torch.device) -> None:
+            raise RuntimeError("Failed to find C compiler")
+
+    monkeypatch.setattr(fused, "_launches", lambda: Broken)
+    fused._built_on.cache_clear()
+    try:
+        with pytest.warns(NessWarning, match=r"cannot build kernels for cuda:0 .*Failed to find C compiler"):
+            assert not fused._built_on(torch.device("cuda:0"))
+        assert not fused._built_on(torch.device("cuda:0"))  # without another word
+    finally:
+        fused._built_on.cache_clear()
 
 
 # In the interpreter ----------------------------------------------------------------------------------------------

@@ -229,6 +229,13 @@ def backward(
     return found
 
 
+def try_on(device: torch.device) -> None:
+    """Builds and runs one kernel, and raises whatever stands in the way."""
+    x, one = torch.zeros(4, 4, device=device), torch.ones(4, device=device)
+    with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
+        forward(x, one, one, None, None, None, 0.0, 1e-5, Steps())
+
+
 def _ceil(number: int, by: int) -> int:
     return -(-number // by)
 

@@ -56,7 +56,7 @@ class PlanArguments(How):
     """The flags of a table whose rows stand in a file."""
 
     plan: Path = setting(Path(), "TOML file of rows: docs/reproduction.md")
-    rows: tuple[str, ...] = setting((), "only the file's rows of these names")
+    rows: tuple[str, ...] | None = setting(None, "only the file's rows of these names")
     seeds: tuple[int, ...] | None = setting(None, "one run each, instead of the file's")
     format: Format = setting("text", "how the table is printed")
 
@@ -74,7 +74,7 @@ class PlanFromArguments(FromArguments):
     """The flags of a plan's table of records."""
 
     plan: Annotated[Path, tyro.conf.arg(help="TOML file of rows: docs/reproduction.md")]
-    rows: Annotated[tuple[str, ...], tyro.conf.arg(help="only the file's rows of these names")] = ()
+    rows: Annotated[tuple[str, ...] | None, tyro.conf.arg(help="only the file's rows of these names")] = None
     seeds: Annotated[tuple[int, ...] | None, tyro.conf.arg(help="instead of the file's")] = None
     fast: Annotated[bool, tyro.conf.arg(help="the rows as they are run with --fast")] = False
 
@@ -143,11 +143,11 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
     return 1 if grid.complaints() else 0
 
 
-def experiment_of(plan: Path, names: Sequence[str], seeds: tuple[int, ...] | None, fast: bool) -> Experiment:
+def experiment_of(plan: Path, names: Sequence[str] | None, seeds: tuple[int, ...] | None, fast: bool) -> Experiment:
     """The plan's experiment, or these rows of it; the command line's seeds go before its own."""
     with wrong_use():
         found = read(plan, fast)
-        found = found.only(names) if names else found
+        found = found if names is None else found.only(names)
     return found if seeds is None else dataclasses.replace(found, seeds=seeds)
 
 

@@ -65,6 +65,8 @@ def main(argv: list[str]) -> int:
     for values, _ in jobs:
         if values not in [one.values for one in tried]:
             sys.stderr.write(f"ness: left out, since not every seed came to its end: {shown_as(values)}\n")
+    if grid.not_begun:
+        return 1  # a choice among a part of the grid would look like one among all of it
     if not tried:
         raise NessError("no setting of the grid could be trained to its end; see above, and change --over")
     chosen = choose(tried, own.least_bwt)

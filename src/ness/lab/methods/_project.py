@@ -75,9 +75,10 @@ class Projecting(Method):
     """
 
     free_norms = False  # whether BatchNorm's affine parameters go on training after the first task
-    by_rows = (
-        False  # whether a linear layer multiplies by the very weights that train, so that their gradient is Σ gᵀ x
-    )
+    # Whether a linear layer multiplies by the very weights that train, and `gradients` fills .grad by backward passes
+    # through the network alone: then .grad is Σ gᵀ x. A loss or logits of a subclass's own may add to it (a penalty on
+    # weights does), so such a subclass is projected by gradients whatever this says.
+    by_rows = False
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -99,7 +100,8 @@ class Projecting(Method):
 
     def watching(self) -> AbstractContextManager[None]:
         """Keeps the rows of linear layers, to take out of them what would cost more to take out of gradients."""
-        return self.pairs.watching() if self.by_rows else nullcontext()
+        plain = type(self).loss is Method.loss and type(self).logits is Method.logits
+        return self.pairs.watching() if self.by_rows and plain else nullcontext()
 
     def after_backward(self, batch: Batch) -> None:
         """G ← G - G Π."""

@@ -4,6 +4,7 @@ Elsewhere, and where more could be wanted of the modules than their arithmetic (
 another type), they run one by one. Both ways draw the same dropout masks from the same generator.
 """
 
+import warnings
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ness.errors import NessWarning
 from ness.lab.nets.base import BatchNorm1d, BatchNorm2d
 from ness.lab.nets.dropout import Dropout, masked
 
@@ -27,7 +29,7 @@ def after(
     training: bool,
 ) -> Tensor:
     """pool(dropout(relu(norm(x) + add))) without what is None; `training`: whether the block that asks is."""
-    if training and on_card(x) and readable(x, add, pool) and replaceable(norm, relu, dropout, pool, add):
+    if training and on_card(x) and readable(x, add, pool) and replaceable(x, norm, relu, dropout, pool, add):
         return _together(x, norm, relu, dropout, pool, add)
     out: Tensor = norm(x)
     if add is not None:
@@ -49,7 +51,26 @@ def _launches() -> ModuleType | None:
 
 def on_card(x: Tensor) -> bool:
     """Whether x is where the kernels run, and they are there."""
-    return x.is_cuda and _launches() is not None
+    return x.is_cuda and _built_on(x.device)
+
+
+@cache
+def _built_on(device: torch.device) -> bool:
+    """Whether a kernel can be built and run there: Triton needs a C compiler, and a recent card."""
+    launches: Any = _launches()
+    if launches is None:
+        return False
+    try:
+        launches.try_on(device)
+    except Exception as error:  # whatever Triton, its compiler or the driver raise
+        warnings.warn(
+            f"Triton is installed but cannot build kernels for {device} ({type(error).__name__}: {error}); training "
+            "goes on without them, more slowly",
+            NessWarning,
+            stacklevel=2,
+        )
+        return False
+    return True
 
 
 def readable(x: Tensor, add: Tensor | None, pool: nn.Module | None) -> bool:
@@ -64,6 +85,7 @@ def readable(x: Tensor, add: Tensor | None, pool: nn.Module | None) -> bool:
 
 
 def replaceable(
+    x: Tensor,
     norm: nn.Module,
     relu: nn.Module | None,
     dropout: nn.Module | None,
@@ -73,6 +95,8 @@ def replaceable(
     """Whether the kernels do what these modules, as they are now, would do."""
     if type(norm) not in (BatchNorm1d, BatchNorm2d) or not norm.training:
         return False
+    if norm.num_features != x.shape[1] or isinstance(norm, BatchNorm1d) != (x.ndim == 2):
+        return False  # the norm says what is wrong
     affine = norm.weight, norm.bias
     if not all(isinstance(each, Tensor) and each.dtype == torch.float32 and each.is_contiguous() for each in affine):
         return False
