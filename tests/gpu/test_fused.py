@@ -42,26 +42,22 @@ CHANGES: dict[str, dict[str, object]] = {
 }
 
 
+def assert_as_modules(case: Case, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changed: Case = replace(case, **CHANGES[change])  # type: ignore[arg-type]
+    tolerances = (3e-2, 1e-2) if changed.dtype == torch.bfloat16 else (2e-5, 1e-5)
+    assert_same(*both(changed, CARD, monkeypatch), *tolerances)
+
+
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_kernels_do_what_the_modules_do(shape: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case: Case = replace(SHAPES[shape], **CHANGES[change])  # type: ignore[arg-type]
-    found, expected = both(case, CARD, monkeypatch)
-    if case.dtype == torch.bfloat16:
-        assert_same(found, expected, 3e-2, 1e-2)
-    else:
-        assert_same(found, expected, 2e-5, 1e-5)
+    assert_as_modules(SHAPES[shape], change, monkeypatch)
 
 
 @pytest.mark.parametrize("change", [key for key in CHANGES if key != "no dropout"])
 @pytest.mark.parametrize("shape", RESIDUAL)
 def test_kernels_do_what_a_residual_block_does(shape: str, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    case: Case = replace(RESIDUAL[shape], **CHANGES[change])  # type: ignore[arg-type]
-    found, expected = both(case, CARD, monkeypatch)
-    if case.dtype == torch.bfloat16:
-        assert_same(found, expected, 3e-2, 1e-2)
-    else:
-        assert_same(found, expected, 2e-5, 1e-5)
+    assert_as_modules(RESIDUAL[shape], change, monkeypatch)
 
 
 @pytest.mark.parametrize("size", [2, 17, 36, 512])

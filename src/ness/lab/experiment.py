@@ -27,13 +27,10 @@ class Experiment:
     def only(self, names: Sequence[str]) -> "Experiment":
         """The rows of these names, in the plan's order."""
         known = [job.title for job in self.jobs]
-        if not names:
-            raise NessError(f"--rows without a name; there are {', '.join(known)}")
         for name in names:
             if name not in known:
-                raise NessError(
-                    f"no row of the plan is called {name!r}; there are {', '.join(known)}.{nearest(name, known)}"
-                )
+                every = ", ".join(map(repr, known))  # names may hold commas
+                raise NessError(f"no row of the plan is called {name!r}.{nearest(name, known)} There are {every}")
         return dataclasses.replace(self, jobs=tuple(job for job in self.jobs if job.title in names))
 
     def work(self) -> list[tuple[Job, int]]:

@@ -40,7 +40,7 @@ class Lane:
     streams: "Streams | None" = None
     event: torch.cuda.Event | None = None  # after what was put on the device last
     waited: float | None = None  # seconds the host has waited for it; None before it has begun
-    pause: Pause = None  # what it put on the device last
+    pause: Pause = None  # what it is at
 
     def ready(self) -> bool:
         """Whether what it put on the device is done."""
@@ -116,11 +116,8 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
         lane = next_lane(active)
         try:
             lane.go_on()
-        except StopIteration as end:
-            ends[lane.number] = end.value
-            places.append((lane.streams, lane.event))
-        except NessError as error:
-            ends[lane.number] = error
+        except (StopIteration, NessError) as end:
+            ends[lane.number] = end.value if isinstance(end, StopIteration) else end
             places.append((lane.streams, lane.event))
         else:
             active.append(lane) if lane.trains else active.appendleft(lane)

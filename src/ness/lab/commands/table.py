@@ -145,6 +145,8 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
 
 def experiment_of(plan: Path, names: Sequence[str] | None, seeds: tuple[int, ...] | None, fast: bool) -> Experiment:
     """The plan's experiment, or these rows of it; the command line's seeds go before its own."""
+    if names is not None and not names:
+        raise WrongUse("--rows without a name; expected names of the plan's rows, in quotes where they hold spaces")
     with wrong_use():
         found = read(plan, fast)
         found = found if names is None else found.only(names)
