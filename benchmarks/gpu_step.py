@@ -94,18 +94,22 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds a step and lane, batch 64")
     for network in asked.networks:
         row: dict[str, float] = {}
+
+        def say(label: str, value: float, network: str = network, row: dict[str, float] = row) -> None:
+            row[label] = value
+            print(f"{network}: {label} {value:.3f}", flush=True)
+
         with repeatable(device):
-            (row["plain loop"],) = milliseconds("ness", network, [1], device, plain=True)
+            say("plain loop", milliseconds("ness", network, [1], device, plain=True)[0])
             for label, method in METHODS.items():
                 for lanes, value in zip(asked.lanes, milliseconds(method, network, asked.lanes, device), strict=True):
-                    row[f"{label}, {lanes} lanes"] = value
-        with repeatable(device, wanted=False):
-            most = max(asked.lanes)
-            (row[f"captured --fast, {most} lanes"],) = milliseconds("ness", network, [most], device, fast=True)
-        print(f"{network}: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
+                    say(f"{label}, {lanes} lanes", value)
         for lanes in asked.lanes:
             ratio = row[f"captured, {lanes} lanes"] / row[f"unconstrained, {lanes} lanes"]
             print(f"  NESS costs {ratio:.2f} × the unconstrained step with {lanes} lanes", flush=True)
+        with repeatable(device, wanted=False):
+            most = max(asked.lanes)
+            say(f"captured --fast, {most} lanes", milliseconds("ness", network, [most], device, fast=True)[0])
 
 
 if __name__ == "__main__":

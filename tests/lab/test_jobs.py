@@ -1,10 +1,13 @@
+import hashlib
+import json
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 
 import tiny
 from ness import NessError
-from ness.lab.jobs import preset_values, resolve
+from ness.lab.jobs import SCHEMA, preset_values, resolve
 from ness.lab.methods.base import Method, MethodSpec
 from ness.lab.streams.base import Benchmark
 
@@ -76,3 +79,16 @@ def test_a_preset_with_a_wrong_name_is_found() -> None:
         resolve("finetune", wrong)
     with pytest.raises(NessError, match=r"no preset is called 'fix'"):
         resolve("finetune", tiny.BENCHMARK, "fix")
+
+
+def test_an_order_of_validation_that_decides_nothing_does_not_name_a_run() -> None:
+    def digest(**changes: Any) -> str:
+        return resolve("finetune", tiny.BENCHMARK, changes=changes).digest
+
+    before = resolve("finetune", tiny.BENCHMARK, changes={"valid_order": "fixed"})
+    named = {name: value for name, value in before.as_dict().items() if name != "valid_order"}
+    text = json.dumps(["finetune", "tiny", SCHEMA, named], sort_keys=True)  # as runs were named without the choice
+    assert before.digest == hashlib.sha256(text.encode()).hexdigest()[:10] != digest()
+    assert digest(schedule="cosine") == digest(schedule="cosine", valid_order="fixed")
+    with pytest.raises(NessError, match="valid_order was set, but norm is 'stored'"):
+        digest(norm="stored", valid_order="drawn")

@@ -1,8 +1,10 @@
 """The loop: what trains, that it repeats, that it can be cut anywhere and taken up bit for bit."""
 
+import copy
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -271,3 +273,55 @@ def test_a_method_hooks_in_where_the_contract_says() -> None:
     assert calls[: len(first)] == first
     assert calls[-5:] == ["after", "use 0", "use 1", "use 2", "use 2"]
     assert one.notes == [{"said": 0}, {"said": 1}, {"said": 2}]
+
+
+@pytest.mark.parametrize(
+    ("changes", "drawn"),
+    [
+        ({}, True),
+        ({"valid_order": "fixed"}, False),
+        ({"norm": "stored"}, False),
+        ({"schedule": "cosine"}, False),
+    ],
+    ids=str,
+)
+def test_validation_is_drawn_anew_where_its_batches_decide(changes: dict[str, Any], drawn: bool) -> None:
+    one = tiny.trainer("finetune", **changes)
+    orders = []
+    while one.at == 0:
+        event = one.advance()
+        if event.kind == "epoch":
+            orders.append(tuple(one.orders["valid"][0].tolist()))
+    assert len(orders) == 3
+    assert len(set(orders)) == (3 if drawn else 1)
+    assert {tuple(sorted(order)) for order in orders} == {tuple(range(20))}
+    steady = [name for name in ("train", "test") if name in one.orders]
+    for name in steady:  # what is reported is always of one order
+        fresh = tiny.trainer("finetune", seed=9).orders[name][0]
+        assert torch.equal(one.orders[name][0], fresh)
+
+
+def test_all_tasks_at_once_draw_all_their_validations() -> None:
+    one = tiny.trainer("joint")
+    one.advance()
+    before = [order.clone() for order in one.orders["valid"]]
+    one.advance()
+    assert all(not torch.equal(new, old) for new, old in zip(one.orders["valid"], before, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_taken_up_in_the_first_task_a_gradient_is_the_same_in_every_bit(method: str) -> None:
+    whole = tiny.trainer(method)
+    whole.advance()
+    tensors, manifest = whole.state()
+    later = tiny.trainer(method)
+    later.load_state({name: value.clone() for name, value in tensors.items()}, copy.deepcopy(manifest))
+    found = []
+    for one in (whole, later):
+        learning = one._current()
+        for inputs in one.open_epoch():
+            learning.step(inputs)
+            found.append([None if p.grad is None else p.grad.clone() for p in learning.trained])
+    half = len(found) // 2
+    for mine, other in zip(found[:half], found[half:], strict=True):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(mine, other, strict=True))

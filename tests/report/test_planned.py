@@ -38,3 +38,18 @@ def test_a_record_under_other_settings_is_another_run() -> None:
         {"settings": BEFORE, "benchmark": "cifar100"},
     ):
         assert runs_of(NESS, [record("ness", **{"digest": "old", **changes})]) == []
+
+
+def test_a_record_of_one_order_of_validation_is_no_run_of_orders_drawn_anew() -> None:
+    plan = {"benchmark": "cifar100", "seeds": [1], "row": [{"method": "ness"}]}
+    (job,) = experiment(plan, "a test").jobs
+    kept = {key: value for key, value in job.as_dict().items() if key not in ("valid_order", "drift")}
+    old = record("ness", digest="old", benchmark="cifar100", settings=kept)
+    assert runs_of(job, [old]) == []
+    new = record("ness", digest="old", benchmark="cifar100", settings={**kept, "valid_order": "drawn"})
+    assert runs_of(job, [new]) == [new]
+    plan["row"][0]["schedule"] = "cosine"  # nothing depends on it
+    (job,) = experiment(plan, "a test").jobs
+    kept |= {"schedule": "cosine"}
+    old = record("ness", digest="old", benchmark="cifar100", settings=kept, setting=job.label)
+    assert runs_of(job, [old]) == [old]

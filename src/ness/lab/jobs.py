@@ -21,6 +21,7 @@ from ness.lab.settings import (
     compose,
     overridden,
     part_of,
+    telling,
 )
 from ness.lab.streams.base import Benchmark, Request, Stream
 from ness.lab.streams.shelf import Shelf
@@ -43,7 +44,8 @@ class Job:
     @property
     def digest(self) -> str:
         """Ten hexadecimal digits that name method, benchmark, settings and schema, and whether it is fast."""
-        named = [self.method.name, self.benchmark.name, SCHEMA, self.as_dict(), *(["fast"] if self.fast else [])]
+        settings = telling(self.as_dict())
+        named = [self.method.name, self.benchmark.name, SCHEMA, settings, *(["fast"] if self.fast else [])]
         text = json.dumps(named, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
 

@@ -44,6 +44,9 @@ class Training:
     norm: Literal["batch", "stored"] = setting(
         "batch", "BatchNorm at test: the test batch's statistics, or running ones of training"
     )
+    valid_order: Literal["drawn", "fixed"] = setting(
+        "drawn", "the batches of each validation, where norm is batch: drawn anew every epoch, or always the same"
+    )
 
 
 # A field that only means something under another's value: field -> (that other field, the values it needs).
@@ -54,7 +57,30 @@ ONLY_WITH: Mapping[str, tuple[str, Collection[Any]]] = {
     "patience": ("schedule", ("plateau",)),
     "lr_factor": ("schedule", ("plateau",)),
     "lr_min": ("schedule", ("plateau",)),
+    "valid_order": ("norm", ("batch",)),
 }
+
+
+def draws_validation(settings: Mapping[str, Any]) -> bool:
+    """Whether a run depends on the order of its validation images, drawn every epoch.
+
+    That is so where their loss chooses the weights that are kept and BatchNorm looks at whole batches of them.
+
+    >>> draws_validation({"valid_order": "drawn", "schedule": "plateau", "norm": "batch"})
+    True
+    >>> draws_validation({"valid_order": "drawn", "schedule": "cosine", "norm": "batch"})
+    False
+    """
+    found = (settings.get("valid_order"), settings.get("schedule"), settings.get("norm"))
+    return found == ("drawn", "plateau", "batch")
+
+
+def telling(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings that tell runs apart: without an order of validation that nothing depends on, or that never changes.
+
+    Runs were recorded before there was a choice, in one order for all epochs: they keep their names.
+    """
+    return {name: value for name, value in settings.items() if name != "valid_order" or draws_validation(settings)}
 
 
 def compose(name: str, *parts: type, shared: bool = False) -> type:

@@ -1,7 +1,9 @@
 """The loop: task after task, epoch after epoch, in units after which everything can be saved and taken up again."""
 
+import dataclasses
 import math
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +18,7 @@ from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
 from ness.lab.nets.base import Network, NetworkSpec, build
 from ness.lab.pauses import Pausing, carried_out, to_the_end
 from ness.lab.seeds import Randomness
-from ness.lab.settings import Training, part_of
+from ness.lab.settings import Training, draws_validation, part_of
 from ness.lab.step import Inputs
 from ness.lab.stopwatch import Stopwatch
 from ness.lab.stopwatch import together as together_in_time
@@ -151,7 +153,20 @@ class Trainer:
         """Puts the model in training mode and draws the epoch's steps; run them with `learning.step`, in this order."""
         learning = self._current()
         self.method.train_mode(learning.lesson)
-        return learning.inputs()
+        inputs = learning.inputs()
+        if draws_validation(dataclasses.asdict(self.training)):
+            self._draw_validation(learning.lesson.tasks)
+        return inputs
+
+    def _draw_validation(self, tasks: Sequence[int]) -> None:
+        """Another order of validation images, where a captured evaluation reads it.
+
+        In one order for all epochs the lowest loss is often an early epoch's, before the rate has decayed: later
+        weights hardly differ from epoch to epoch, nor do their losses. Drawn anew, each of them has its chance.
+        """
+        for task in tasks:
+            order = self.orders["valid"][task]
+            order.copy_(torch.randperm(len(order), generator=self.random.order))
 
     def _valid(self) -> torch.Tensor:
         """Validation loss and accuracy of what is being learnt, (2,) on the device."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from ness.lab.experiment import Experiment
 from ness.lab.jobs import Job
+from ness.lab.settings import draws_validation
 from ness.report.groups import Setting
 from ness.report.paper import number_for
 from ness.report.records import Record, with_forward_transfer
@@ -46,11 +47,13 @@ def runs_of(job: Job, records: Iterable[Record]) -> list[Record]:
     if same := [record for record in mine if record.digest == job.digest]:
         return same
     now = json.loads(json.dumps(job.as_dict()))  # tuples as a record has them
+    label = job.label.replace(" valid_order=fixed", "")  # there was no choice before
     before = [
         record
         for record in mine
-        if (record.preset, record.setting) == (job.preset, job.label)
+        if (record.preset, record.setting) in ((job.preset, job.label), (job.preset, label))
         and all(key in now and now[key] == value for key, value in record.settings.items())
+        and draws_validation(now) == draws_validation(record.settings)
     ]
     newest = max(before, key=lambda record: (len(record.settings), record.digest), default=None)
     return [record for record in before if newest is not None and record.digest == newest.digest]

@@ -30,6 +30,11 @@ class Removal:
             part = part @ factor
         return gradient - part
 
+    @property
+    def nothing(self) -> bool:
+        """Whether Π has rank 0, by the shapes of its factors."""
+        return any(factor.numel() == 0 for factor in self.factors)
+
 
 def removal(basis: Tensor, weights: Tensor | None = None) -> Removal:
     """Π = M diag(λ) Mᵀ of a basis (d, r), λ = 1 by default; as one matrix where that is fewer multiplications."""
@@ -56,7 +61,7 @@ def project_gradients(layers: Layers, removals: Mapping[str, Removal], pairs: Pa
     """Takes its removal out of the gradient of every layer that has both; of its rows where they are few and known."""
     for name, remove in removals.items():
         layer = layers[name]
-        if layer.weight.grad is None:
+        if layer.weight.grad is None or remove.nothing:
             continue
         known = None if pairs is None else pairs.of(name)
         matrix = remove(gradient_of(layer)) if known is None else known[1].mT @ remove(known[0])

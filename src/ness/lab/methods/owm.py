@@ -146,7 +146,8 @@ class Owm(Projecting):
     def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         """Puts them back."""
         self.projectors = {n: p.clone() for n, p in under("projector", tensors, self.context.device).items()}
-        self._close()
+        if any(not torch.equal(p, torch.eye(len(p)).to(p)) for p in self.projectors.values()):
+            self._close()  # before the first task is learnt no gradient is touched, not even in its rounding
 
 
 def decays(layers: Iterable[Layer], own: OwmSettings) -> dict[str, float]:
