@@ -75,7 +75,7 @@ def test_many_rows_and_passes_without_gradient_are_left_to_the_gradient() -> Non
     assert not held.module._forward_hooks
 
 
-@pytest.mark.parametrize("method", ["gpm", "sgp", "dfgp", "sd", "owm"])
+@pytest.mark.parametrize("method", ["gpm", "sgp", "dfgp", "sd", "owm", "ogd"])
 def test_a_run_by_rows_ends_where_one_by_gradients_does(method: str, monkeypatch) -> None:
     changes = {"batch": 4 if method == "dfgp" else 8} | ({"optimizer": "sam"} if method == "gpm" else {})
     one = tiny.to_the_end(tiny.trainer(method, epochs=1, **changes))

@@ -15,6 +15,11 @@ from ness.lab.methods._rows import Layers
 from ness.layers import LinearLayer
 
 
+def linear_layers(layers: Layers) -> dict[str, LinearLayer]:
+    """Those of the layers whose module's calls are all there is to their gradient: of tied weights one sees a part."""
+    return {name: layer for name, layer in layers.items() if isinstance(layer, LinearLayer) and len(layer.modules) == 1}
+
+
 class Pairs:
     """The inputs x (n, d) and output gradients g (n, o) behind the `.grad` of every linear layer, as it stands.
 
@@ -22,11 +27,7 @@ class Pairs:
     """
 
     def __init__(self, layers: Layers) -> None:
-        self.layers = {
-            name: layer
-            for name, layer in layers.items()
-            if isinstance(layer, LinearLayer) and len(layer.modules) == 1  # of tied weights one module sees a part
-        }
+        self.layers = linear_layers(layers)
         self.held: dict[str, list[tuple[Tensor, Tensor]]] = {}
         self.passed: set[str] = set()  # layers whose pairs are of a backward pass that is over
 

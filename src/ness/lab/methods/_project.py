@@ -56,6 +56,15 @@ def split(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:
     return weight, None if layer.bias is None else matrix[:, -1]
 
 
+def put_gradient(layer: Layer, matrix: Tensor) -> None:
+    """Makes a matrix (o, width) the gradient of [W b]."""
+    weight, bias = split(layer, matrix)
+    assert layer.weight.grad is not None
+    layer.weight.grad.copy_(weight)
+    if bias is not None and layer.bias is not None and layer.bias.grad is not None:
+        layer.bias.grad.copy_(bias)
+
+
 @torch.no_grad()
 def project_gradients(layers: Layers, removals: Mapping[str, Removal], pairs: Pairs | None = None) -> None:
     """Takes its removal out of the gradient of every layer that has both; of its rows where they are few and known."""
@@ -65,10 +74,7 @@ def project_gradients(layers: Layers, removals: Mapping[str, Removal], pairs: Pa
             continue
         known = None if pairs is None else pairs.of(name)
         matrix = remove(gradient_of(layer)) if known is None else known[1].mT @ remove(known[0])
-        weight, bias = split(layer, matrix)
-        layer.weight.grad.copy_(weight)
-        if bias is not None and layer.bias is not None and layer.bias.grad is not None:
-            layer.bias.grad.copy_(bias)
+        put_gradient(layer, matrix)
 
 
 class Projecting(Method):

@@ -20,6 +20,7 @@ from ness.lab.pauses import Pausing
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training
 from ness.lab.stopwatch import Stopwatch
+from ness.layers import LinearLayer
 
 State = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, and whatever else as JSON
 
@@ -181,6 +182,7 @@ class Sizes:
     """What the amount a method keeps depends on: the backbone's layers, the tasks and one image."""
 
     layers: tuple[tuple[int, int], ...]  # (outputs o, columns of the input rows d) of every layer
+    linear: tuple[bool, ...]  # which of the layers are linear
     tasks: int
     parameters: int  # of the whole network, heads included
     image: int  # numbers in one image
@@ -190,7 +192,9 @@ def sizes_of(model: Network, tasks: int, image: Sequence[int]) -> Sizes:
     """The sizes of a network, which may be on the meta device."""
     layers = discover(model, (), ("heads",)).layers.values()
     parameters = sum(parameter.numel() for parameter in model.parameters())
-    return Sizes(tuple((layer.outputs, layer.width) for layer in layers), tasks, parameters, math.prod(image))
+    shapes = tuple((layer.outputs, layer.width) for layer in layers)
+    linear = tuple(isinstance(layer, LinearLayer) for layer in layers)
+    return Sizes(shapes, linear, tasks, parameters, math.prod(image))
 
 
 @dataclass(frozen=True)
