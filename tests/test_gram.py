@@ -13,7 +13,7 @@ from torch import nn
 
 import ness
 from ness import gram as gram_module
-from ness.gram import add_gram_, gram_of_rows, widened, with_ones
+from ness.gram import CARD_TILES, TILE, add_gram_, add_product_, gram_of_rows, parts_of, widened, with_ones
 from ness.layers import ConvLayer
 
 
@@ -39,6 +39,33 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gram_module, "CHUNK_ELEMENTS", 7 * 10)
     assert torch.allclose(gram_of_rows(rows), whole, rtol=1e-12)
     assert len(list(gram_module.row_blocks(rows))) > 10
+
+
+@given(
+    groups=st.integers(1, 4),
+    each=st.integers(1, 9),
+    parts=st.integers(1, 7),
+    width=st.integers(1, 6),
+    seed=st.integers(0, 99),
+)
+@settings(max_examples=40, deadline=None)
+def test_a_product_in_parts_is_the_product(groups: int, each: int, parts: int, width: int, seed: int) -> None:
+    torch.manual_seed(seed)
+    rows, before = torch.randn(groups, each * parts, width, dtype=torch.float64), torch.randn(groups, width, width)
+    total = before.double()
+    add_product_(total, rows, parts)
+    assert torch.allclose(total, before.double() + rows.mT @ rows, rtol=1e-12, atol=1e-12)
+
+
+@given(groups=st.integers(1, 40), count=st.integers(1, 60_000), width=st.integers(1, 3000))
+@settings(max_examples=200, deadline=None)
+def test_parts_divide_the_rows_and_are_no_larger_than_they(groups: int, count: int, width: int) -> None:
+    parts = parts_of(torch.empty(groups, count, width, device="meta"))
+    assert 1 <= parts <= CARD_TILES
+    assert count % parts == 0
+    if parts > 1:
+        assert parts * width * width <= count * width
+        assert groups * parts * (-(-width // TILE)) ** 2 <= CARD_TILES
 
 
 def test_fast_mode_is_right_to_1e6() -> None:

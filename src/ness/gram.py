@@ -12,6 +12,8 @@ from ness.errors import NessError
 
 CHUNK_ELEMENTS = 1 << 22  # entries of X widened to float64 at a time: 32 MB, whatever the number of samples
 CHUNK_ON_A_CARD = 8  # times as many there: a card waits for nothing but the next launch
+CARD_TILES = 256  # products of tiles that keep a large card busy, about
+TILE = 64  # their edge in float64
 CHUNK_ROWS = 1 << 12  # rows summed in float32 at a time in the fast mode: keeps 1e-6 against float64
 
 
@@ -40,10 +42,36 @@ def add_gram_(total: Tensor, rows: Tensor, fan_in: int, dtype: torch.dtype = tor
     for block in row_blocks(rows):
         wide = widened(block, fan_in, total.shape[-1], dtype)
         if dtype == torch.float64 and total.device == wide.device:
-            total.baddbmm_(wide.mT, wide)
+            add_product_(total, wide, parts_of(wide) if wide.is_cuda else 1)
             continue
         for part in torch.split(wide, wide.shape[1] if dtype == torch.float64 else CHUNK_ROWS, dim=1):
             total += (part.mT @ part).to(total.device)
+
+
+def add_product_(total: Tensor, rows: Tensor, parts: int) -> None:
+    """C += Xᵀ X (groups, d, d) of rows (groups, n, d), multiplied in so many parts side by side, which divide n.
+
+    A product of few columns and many rows is a few tiles to a card, each a long sum: most of it would stand idle.
+    """
+    if parts == 1:
+        total.baddbmm_(rows.mT, rows)
+        return
+    groups, count, width = rows.shape
+    cut = rows.reshape(groups * parts, count // parts, width)
+    total += (cut.mT @ cut).view(groups, parts, width, width).sum(1)
+
+
+def parts_of(rows: Tensor) -> int:
+    """Into how many parts of equal length rows (groups, n, d) are cut so that a card is busy with their product.
+
+    The parts' products together are never larger than the rows.
+
+    >>> [parts_of(torch.empty(1, n, d, device="meta")) for n, d in ((64 * 841, 48), (64 * 144, 576), (64, 2048))]
+    [232, 3, 1]
+    """
+    groups, count, width = rows.shape
+    wanted = min(CARD_TILES // (groups * (-(-width // TILE)) ** 2), count // max(1, width))
+    return next((parts for parts in range(wanted, 1, -1) if count % parts == 0), 1)
 
 
 def row_blocks(rows: Tensor) -> Iterator[Tensor]:

@@ -11,6 +11,7 @@ from torch import nn
 import ness
 import tiny
 from helpers import ZOO
+from ness.gram import gram_of_rows
 from ness.lab.capture import CapturedRunner, PlainRunner
 from ness.lab.environment import repeatable
 from ness.lab.lanes import side_by_side
@@ -96,6 +97,16 @@ def test_fast_steps_are_captured_and_near_the_exact_ones(method: str, changes: d
         losses.append(found)
     assert losses[1] == pytest.approx(losses[0], rel=0.2)
     assert losses[2] == pytest.approx(losses[1], rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("groups", "count", "width"), [(1, 64 * 841, 48), (1, 64 * 144, 576), (1, 64, 700), (3, 999, 20)]
+)
+def test_a_gram_on_the_card_is_that_of_the_cpu(groups: int, count: int, width: int) -> None:
+    rows = torch.randn(groups, count, width, generator=torch.Generator().manual_seed(0))
+    there, here = gram_of_rows(rows.to(CARD)).cpu(), gram_of_rows(rows)
+    assert torch.allclose(there, here, rtol=1e-11, atol=1e-9)
+    assert torch.equal(there, gram_of_rows(rows.to(CARD)).cpu())
 
 
 def test_observing_does_not_wait_for_the_card() -> None:
