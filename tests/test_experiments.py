@@ -81,6 +81,11 @@ def test_what_is_said_of_the_first_task_follows_from_the_records() -> None:
         f"our runs take {epochs:.0f} epochs in the mean",
     ):
         assert said in text
+    hard = planned(plan("ness-plus-ablation"), records)[0].row
+    assert hard.acc is not None
+    for document in ("README.md", "docs/reproduction.md"):
+        text = " ".join((FOLDER.parent / document).read_text(encoding="utf-8").split())
+        assert f"ends at {hard.acc[0]:.2f} ± {hard.acc[1]:.2f}" in text
 
 
 def test_one_recipe_for_all() -> None:

@@ -161,8 +161,8 @@ class Trainer:
     def _draw_validation(self, tasks: Sequence[int]) -> None:
         """Another order of validation images, where a captured evaluation reads it.
 
-        In one order for all epochs the lowest loss is often an early epoch's, before the rate has decayed: later
-        weights hardly differ from epoch to epoch, nor do their losses. Drawn anew, each of them has its chance.
+        The loss of the same weights depends on who shares a batch, and the lowest one chooses the weights that are
+        kept: it should be no particular order's.
         """
         for task in tasks:
             order = self.orders["valid"][task]
