@@ -85,10 +85,19 @@ def test_an_order_of_validation_that_decides_nothing_does_not_name_a_run() -> No
     def digest(**changes: Any) -> str:
         return resolve("finetune", tiny.BENCHMARK, changes=changes).digest
 
-    before = resolve("finetune", tiny.BENCHMARK, changes={"valid_order": "fixed"})
-    named = {name: value for name, value in before.as_dict().items() if name != "valid_order"}
-    text = json.dumps(["finetune", "tiny", SCHEMA, named], sort_keys=True)  # as runs were named without the choice
-    assert before.digest == hashlib.sha256(text.encode()).hexdigest()[:10] != digest()
-    assert digest(schedule="cosine") == digest(schedule="cosine", valid_order="fixed")
-    with pytest.raises(NessError, match="valid_order was set, but norm is 'stored'"):
-        digest(norm="stored", valid_order="drawn")
+    def before(**changes: Any) -> str:
+        """As runs were named without the choice."""
+        settings = resolve("finetune", tiny.BENCHMARK, changes=changes).as_dict()
+        named = {name: value for name, value in settings.items() if name != "valid_order"}
+        text = json.dumps(["finetune", "tiny", SCHEMA, named], sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    assert digest(valid_order="fixed") == before(valid_order="fixed") != digest()
+    assert digest(schedule="cosine") == before(schedule="cosine")
+    assert digest(norm="stored") == before(norm="stored")
+
+
+@pytest.mark.parametrize(("name", "value"), [("norm", "stored"), ("schedule", "cosine")])
+def test_an_order_of_validation_where_nothing_depends_on_it_is_refused(name: str, value: str) -> None:
+    with pytest.raises(NessError, match=f"valid_order was set, but {name} is '{value}'"):
+        resolve("finetune", tiny.BENCHMARK, changes={name: value, "valid_order": "drawn"})

@@ -12,6 +12,7 @@ from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.methods.base import MethodSpec
 from ness.lab.settings import (
+    AND_WITH,
     ONLY_WITH,
     PRESETS,
     Preset,
@@ -131,7 +132,8 @@ def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None
     """Refuses settings out of range, contradictory ones, and what the method cannot work with."""
     training = part_of(settings, Training)
     check_training(training)
-    check_contradictions(settings, changes, {**ONLY_WITH, **method.only_with})
+    for conditions in (ONLY_WITH, AND_WITH, method.only_with):
+        check_contradictions(settings, changes, conditions)
     chosen = [training.optimizer, training.schedule, *(["mixup"] if training.mixup else [])]
     for choice in chosen:
         if choice in method.refuses:

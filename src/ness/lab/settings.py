@@ -57,8 +57,9 @@ ONLY_WITH: Mapping[str, tuple[str, Collection[Any]]] = {
     "patience": ("schedule", ("plateau",)),
     "lr_factor": ("schedule", ("plateau",)),
     "lr_min": ("schedule", ("plateau",)),
-    "valid_order": ("norm", ("batch",)),
+    "valid_order": ("schedule", ("plateau",)),
 }
+AND_WITH: Mapping[str, tuple[str, Collection[Any]]] = {"valid_order": ("norm", ("batch",))}  # a second condition
 
 
 def draws_validation(settings: Mapping[str, Any]) -> bool:

@@ -61,6 +61,7 @@ class Trainer:
         self.device = device or torch.device("cpu")
         self.spec, self.stream = method, stream
         self.training: Training = part_of(settings, Training)
+        self.draws_validation = draws_validation(dataclasses.asdict(self.training))
         self.random = Randomness.of(seed, self.device)
         model = self._built(network)
         own = part_of(settings, method.settings)
@@ -154,7 +155,7 @@ class Trainer:
         learning = self._current()
         self.method.train_mode(learning.lesson)
         inputs = learning.inputs()
-        if draws_validation(dataclasses.asdict(self.training)):
+        if self.draws_validation:
             self._draw_validation(learning.lesson.tasks)
         return inputs
 

@@ -51,7 +51,8 @@ def runs_of(job: Job, records: Iterable[Record]) -> list[Record]:
     before = [
         record
         for record in mine
-        if (record.preset, record.setting) in ((job.preset, job.label), (job.preset, label))
+        if record.preset == job.preset
+        and record.setting in (job.label, label)
         and all(key in now and now[key] == value for key, value in record.settings.items())
         and draws_validation(now) == draws_validation(record.settings)
     ]
