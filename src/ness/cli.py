@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except NessError as error:
         return _fail(str(error), 1)
     except KeyboardInterrupt:
-        return _fail("interrupted; the same command goes on from the last checkpoint", 1)
+        every = "--save-every says how often: by default 30 s, on a GPU 120"
+        return _fail(f"interrupted; the same command goes on from the last checkpoint, if one was written ({every})", 1)
     except SystemExit as exit:  # the argument parser's own: 0 after --help, 2 after a mistake
         return exit.code if isinstance(exit.code, int) else 1
     except BrokenPipeError:  # the reader of a pipe left, e.g. `| head`
