@@ -1,6 +1,7 @@
 """A benchmark and a network small enough to train in a blink, for tests of the laboratory."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,13 +18,13 @@ from ness.lab.train import Trainer
 class TinyNet(Network):
     wires = (Wire("conv", "dropout", None, "norm"), Wire("fc", "fc", "dropout"))
 
-    def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms) -> None:
+    def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms, bias: bool = True) -> None:
         super().__init__()
         self.conv = nn.Conv2d(shape[0], 4, 3, padding=1, bias=False)
         self.norm = norm2d(4, norms)
         self.pool = nn.MaxPool2d(2)
         self.dropout = Dropout(0.2)
-        self.fc = nn.Linear(4 * (shape[1] // 2) * (shape[2] // 2), 16)
+        self.fc = nn.Linear(4 * (shape[1] // 2) * (shape[2] // 2), 16, bias)
         self.heads = heads(16, classes)
 
     def features(self, x: Tensor) -> Tensor:
@@ -33,6 +34,7 @@ class TinyNet(Network):
 
 
 NETWORK = NetworkSpec("tiny", "for tests", TinyNet)
+WITHOUT_BIAS = NetworkSpec("tiny-without-bias", "for tests", partial(TinyNet, bias=False))
 
 
 def split(count: int, task: int, generator: Generator) -> Split:
@@ -81,10 +83,16 @@ def job(method: Any = "finetune", **changes: Any) -> Job:
 
 
 def trainer(
-    method: Any = "finetune", seed: int = 1, runner: Any = None, device: Any = None, fast: bool = False, **changes: Any
+    method: Any = "finetune",
+    seed: int = 1,
+    runner: Any = None,
+    device: Any = None,
+    fast: bool = False,
+    network: NetworkSpec = NETWORK,
+    **changes: Any,
 ) -> Trainer:
     work = job(method, **changes)
-    return Trainer(work.method, NETWORK, work.load(seed, None), work.settings, seed, device, runner, fast=fast)
+    return Trainer(work.method, network, work.load(seed, None), work.settings, seed, device, runner, fast=fast)
 
 
 def to_the_end(one: Trainer) -> Trainer:

@@ -18,6 +18,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("sgp", {}),
     ("dfgp", {}),
     ("trgp", {}),
+    ("trgp", {"network": tiny.WITHOUT_BIAS}),
     ("fsdgpm", {}),
     ("fsdgpm", {"importances": "rewrapped"}),
     ("owm", {}),
@@ -25,6 +26,7 @@ CASES: list[tuple[str, dict[str, Any]]] = [
     ("ogd", {}),
     ("sd", {}),
     ("codecl", {"overlap": 0.0, "shared": 5}),
+    ("codecl", {"overlap": 0.0, "shared": 5, "network": tiny.WITHOUT_BIAS}),
 ]
 
 

@@ -75,9 +75,17 @@ def test_many_rows_and_passes_without_gradient_are_left_to_the_gradient() -> Non
     assert not held.module._forward_hooks
 
 
-@pytest.mark.parametrize("method", ["gpm", "sgp", "dfgp", "sd", "owm", "ogd"])
+OWN_CHANGES = {
+    "gpm": {"optimizer": "sam"},
+    "dfgp": {"batch": 4},
+    "trgp": {"network": tiny.WITHOUT_BIAS},
+    "codecl": {"network": tiny.WITHOUT_BIAS, "overlap": 0.0, "shared": 5},
+}
+
+
+@pytest.mark.parametrize("method", ["gpm", "sgp", "dfgp", "sd", "owm", "ogd", "trgp", "codecl"])
 def test_a_run_by_rows_ends_where_one_by_gradients_does(method: str, monkeypatch) -> None:
-    changes = {"batch": 4 if method == "dfgp" else 8} | ({"optimizer": "sam"} if method == "gpm" else {})
+    changes = {"batch": 8} | OWN_CHANGES.get(method, {})
     one = tiny.to_the_end(tiny.trainer(method, epochs=1, **changes))
     asked = []
     kept = Pairs.of
@@ -89,11 +97,19 @@ def test_a_run_by_rows_ends_where_one_by_gradients_does(method: str, monkeypatch
         torch.testing.assert_close(mine[name], theirs[name], rtol=1e-3, atol=1e-4)
 
 
-def test_scaled_weights_are_not_the_ones_that_are_multiplied_by() -> None:
-    for method in ("trgp", "codecl"):
-        held = tiny.trainer(method).method
-        assert isinstance(held, Projecting)
-        assert not held.by_rows
+@pytest.mark.parametrize(
+    ("changes", "paired"),
+    [
+        pytest.param({}, [], id="bias"),
+        pytest.param({"network": tiny.WITHOUT_BIAS}, ["fc"], id="inputs are scaled"),
+        pytest.param({"network": tiny.WITHOUT_BIAS, "subtracted": "detached"}, [], id="detached"),
+    ],
+)
+def test_layers_whose_weights_are_scaled_have_no_pairs(changes, paired) -> None:
+    """They multiply by other weights than those that train."""
+    held = tiny.trainer("codecl", **changes).method
+    assert isinstance(held, Projecting)
+    assert list(held.pairs.layers) == paired
 
 
 def test_a_loss_of_a_subclasss_own_is_projected_as_it_is() -> None:

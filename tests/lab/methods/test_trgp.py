@@ -9,7 +9,7 @@ from torch import nn
 import tiny
 from ness import NessError
 from ness.lab.jobs import resolve
-from ness.lab.methods._scales import Scale, identity_scale, rescaled
+from ness.lab.methods._scales import Scale, identity_scale, rescaled, rescaled_inputs
 from ness.lab.methods.trgp import admitted, covering, energies, gated, trusted
 
 
@@ -45,6 +45,24 @@ def test_identity_scales_are_no_scales_and_others_act_inside_the_basis_only(seed
     outside = outside - basis @ basis.mT @ outside
     assert (moved @ outside).abs().max() < 1e-9
     assert torch.allclose(moved @ basis, weight @ basis @ (matrix - torch.eye(len(matrix))))
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 10_000), width=st.integers(1, 12), size=st.integers(1, 12), lenders=st.integers(0, 3))
+def test_scaled_inputs_are_scaled_weights(seed, width, size, lenders) -> None:
+    """x̃ Wᵀ = x W_effᵀ, and so are its gradients with respect to x, W and every Q."""
+    scales = [
+        Scale(torch.linalg.qr(normal(width, min(size, width), seed=seed + j))[0], nn.Parameter(matrix))
+        for j, matrix in enumerate(normal(lenders, min(size, width), min(size, width), seed=seed))
+    ]
+    x, weight = normal(4, width, seed=seed + 7).requires_grad_(), normal(5, width, seed=seed + 8).requires_grad_()
+    both = rescaled_inputs(x, scales) @ weight.mT, x @ rescaled(weight, scales).mT
+    torch.testing.assert_close(*both)
+    moving = [x, weight, *(scale.matrix for scale in scales)]
+    for mine, theirs in zip(*(torch.autograd.grad(y.sin().sum(), moving) for y in both), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    untouched = [identity_scale(scale.basis) for scale in scales]
+    assert torch.equal(rescaled_inputs(x, untouched), x)
 
 
 def test_shared_steps_are_orthogonal_to_the_memory_and_scales_are_free() -> None:

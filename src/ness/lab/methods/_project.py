@@ -87,8 +87,8 @@ class Projecting(Method):
 
     free_norms = False  # whether BatchNorm's affine parameters go on training after the first task
     # Whether a linear layer multiplies by the very weights that train, and `gradients` fills .grad by backward passes
-    # through the network alone: then .grad is Σ gᵀ x. A loss or logits of a subclass's own may add to it (a penalty on
-    # weights does), so such a subclass is projected by gradients whatever this says.
+    # through the network alone: then .grad is Σ gᵀ x. A class says it of the loss and the logits that it has; others of
+    # a subclass may add to .grad (a penalty on weights does), so it is projected by gradients unless it says it too.
     by_rows = False
 
     def __init__(self, context: Context) -> None:
@@ -111,8 +111,10 @@ class Projecting(Method):
 
     def watching(self) -> AbstractContextManager[None]:
         """Keeps the rows of linear layers, to take out of them what would cost more to take out of gradients."""
-        plain = type(self).loss is Method.loss and type(self).logits is Method.logits
-        return self.pairs.watching() if self.by_rows and plain else nullcontext()
+        kind = type(self)
+        said = next(base for base in kind.__mro__ if "by_rows" in vars(base))
+        same = issubclass(said, Projecting) and kind.loss is said.loss and kind.logits is said.logits
+        return self.pairs.watching() if self.by_rows and same else nullcontext()
 
     def after_backward(self, batch: Batch) -> None:
         """G ← G - G Π."""

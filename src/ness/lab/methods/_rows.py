@@ -1,6 +1,6 @@
 """What a layer sees: the input rows X (n, d) of every layer of the backbone on a few images drawn from a task."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -14,7 +14,7 @@ from ness.layers import Layer, Rows
 from ness.moments import Moments
 from ness.observe import Recorder, watching
 
-Layers = dict[str, Layer]
+Layers = Mapping[str, Layer]
 
 
 def backbone_layers(model: Network) -> Layers:

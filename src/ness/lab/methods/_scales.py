@@ -1,13 +1,20 @@
-"""A task's own recombination of shared weights inside a subspace: W + W B (Q - I) Bᵀ, used with that task alone."""
+"""A task's own recombination of shared weights inside a subspace: W + W B (Q - I) Bᵀ, used with that task alone.
 
-from collections.abc import Sequence
+Of a linear layer x W_effᵀ = x̃ Wᵀ with x̃ = x + x B (Q - I)ᵀ Bᵀ. The n rows of a batch take 2 n d k multiplications so,
+W_eff takes 2 o d k, and the layer still multiplies by the very weights that train.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from ness.lab.loader import Batch
+from ness.lab.methods._pairs import Pairs, linear_layers
 from ness.lab.methods._project import Projecting, split
 from ness.lab.methods.base import Context, Lesson
 from ness.layers import Layer
@@ -43,6 +50,31 @@ def rescaled(weight: Tensor, scales: Sequence[Scale], *, detached: bool = False)
     return effective
 
 
+def rescaled_inputs(x: Tensor, scales: Sequence[Scale]) -> Tensor:
+    """x̃ = x + Σⱼ x Bⱼ (Qⱼ - I)ᵀ Bⱼᵀ for x (…, d): x̃ Wᵀ is x W_effᵀ; with Q = I it is x, bit for bit."""
+    effective = x
+    for scale in scales:
+        inside = x @ scale.basis  # (…, k)
+        eye = torch.eye(scale.matrix.shape[0], dtype=x.dtype, device=x.device)
+        effective = effective + inside @ (scale.matrix - eye).mT @ scale.basis.mT
+    return effective
+
+
+@contextmanager
+def seen_rescaled(scales: Sequence[tuple[nn.Module, Sequence[Scale]]]) -> Iterator[None]:
+    """Inside, each of the linear modules gets x̃ in the place of its input x."""
+
+    def replaced(own: Sequence[Scale], module: nn.Module, inputs: tuple[Tensor, ...]) -> tuple[Tensor]:
+        return (rescaled_inputs(inputs[0], own),)
+
+    handles = [module.register_forward_pre_hook(partial(replaced, own)) for module, own in scales]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def effective_parameters(layer: Layer, scales: Sequence[Scale], *, detached: bool = False) -> dict[str, Tensor]:
     """The weight and bias a task uses in the place of the layer's own, by their names in the model."""
     joint = layer.joint(layer.weight, layer.bias)[0]
@@ -59,11 +91,15 @@ class Scaling(Projecting):
     `scales[task][layer]` are switched by the task a batch is of, so each task is always used with its own.
     """
 
-    by_rows = False  # a layer multiplies by its scaled weights
+    by_rows = True  # where a layer's inputs are scaled; one whose weights are has no pairs
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.scales: dict[int, dict[str, list[Scale]]] = {}
+        # A bias is a column of [W b] that no input of the module stands for.
+        plain = {name: layer for name, layer in linear_layers(self.layers).items() if layer.bias is None}
+        self.by_inputs = {name: layer for name, layer in plain.items() if not self.detached(layer)}
+        self.pairs = Pairs(self.by_inputs)
 
     def detached(self, layer: Layer) -> bool:
         """Whether a layer's subtracted part is taken without gradient."""
@@ -75,14 +111,15 @@ class Scaling(Projecting):
         return [*super().parameters(lesson), *(scale.matrix for scales in own.values() for scale in scales)]
 
     def logits(self, batch: Batch) -> Tensor:
-        """Logits under the effective weights of the batch's task."""
+        """Logits under the effective weights of the batch's task, or the inputs that amount to them."""
+        own = self.scales.get(batch.task, {})
         replaced: dict[str, Tensor] = {}
-        for name, scales in self.scales.get(batch.task, {}).items():
-            layer = self.layers[name]
-            replaced |= effective_parameters(layer, scales, detached=self.detached(layer))
-        if not replaced:
-            return super().logits(batch)
-        logits: Tensor = functional_call(self.model, replaced, (batch.images, batch.task))
+        for name, scales in own.items():
+            if name not in self.by_inputs:
+                layer = self.layers[name]
+                replaced |= effective_parameters(layer, scales, detached=self.detached(layer))
+        with seen_rescaled([(self.layers[name].module, own[name]) for name in own if name in self.by_inputs]):
+            logits: Tensor = functional_call(self.model, replaced, (batch.images, batch.task))
         return logits
 
     def matrices(self) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ class Codecl(Scaling):
 
     def detached(self, layer: Layer) -> bool:
         """The reference's linear layers take no gradient through what they subtract."""
-        return self.own.subtracted == "detached" and isinstance(layer, LinearLayer)
+        own: CodeclSettings = self.context.own
+        return own.subtracted == "detached" and isinstance(layer, LinearLayer)
 
     def before_task(self, lesson: Lesson) -> Pausing[None]:
         """Where the new task's inputs overlap what is held, U_t and S_t; a layer between two pauses."""
