@@ -17,6 +17,7 @@ from ness.lab import checkpoint
 from ness.lab import run as running
 from ness.lab.folder import RunFolder
 from ness.lab.run import Options, folder_of, run
+from ness.lab.streams.base import Stream
 
 
 @pytest.fixture(autouse=True)
@@ -259,7 +260,7 @@ def test_a_run_taken_up_in_the_middle_of_a_task_says_so_before_its_first_epoch(t
 def test_other_data_or_another_device_is_not_taken_up(tmp_path: Path, monkeypatch) -> None:
     with pytest.raises(Interrupted):
         run(tiny.job(), 1, options(tmp_path), _stop_after_learning)
-    monkeypatch.setattr(running, "fingerprint", lambda stream: "00000000")
+    monkeypatch.setattr(Stream, "fingerprint", "00000000")
     with pytest.raises(NessError, match=r"begun with data .*, now data is 00000000"):
         run(tiny.job(), 1, options(tmp_path))
 

@@ -5,6 +5,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,8 +66,10 @@ class Job:
         return dataclasses.asdict(self.settings)
 
     def load(self, seed: int, data: Path | None, shelf: Shelf | None = None) -> Stream:
-        """The benchmark's stream for a seed."""
-        return self.benchmark.load(Request(seed, data, part_of(self.settings, self.benchmark.options), shelf))
+        """The benchmark's stream for a seed; runs of several methods that share a shelf share it."""
+        options = part_of(self.settings, self.benchmark.options)
+        load = partial(self.benchmark.load, Request(seed, data, options, shelf))
+        return load() if shelf is None else shelf.lend((self.benchmark.name, seed, data, str(options)), load)
 
 
 def settings_type(method: MethodSpec, benchmark: Benchmark) -> type:

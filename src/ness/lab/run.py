@@ -1,7 +1,6 @@
 """One run: a job and a seed in a folder of their own, finished once, taken up again wherever it was cut short."""
 
 import time
-import zlib
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
@@ -83,7 +82,7 @@ def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shel
             runner = runner_for(device, options.plain)
             trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner, watch, job.fast)
             listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
-            marks = {"data": fingerprint(stream), "device": device.type}
+            marks = {"data": stream.fingerprint, "device": device.type}
         size = sum(parameter.numel() for parameter in trainer.context.model.parameters())
         with environment.cpu_threads(options.threads, size) if device.type == "cpu" else nullcontext():
             with watch.phase("start"):
@@ -94,16 +93,6 @@ def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shel
             result = _result(job, seed, trainer, stream, marks)
             _conclude(folder, result)
     return Outcome(folder.path, result, "resumed" if resumed else "run", watch.times())
-
-
-def fingerprint(stream: Stream) -> str:
-    """Eight hexadecimal digits of all images and labels, so that a run is not continued on other data."""
-    value = 0
-    for task in stream.tasks:
-        for split in (task.train, task.valid, task.test):
-            for tensor in (split.images, split.labels):
-                value = zlib.crc32(checkpoint.raw_bytes(tensor), value)
-    return f"{value:08x}"
 
 
 def _identity(job: Job, seed: int) -> dict[str, Any]:

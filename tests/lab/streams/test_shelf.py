@@ -2,6 +2,7 @@
 
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -9,7 +10,8 @@ import torch
 import tiny
 from ness.lab.data import CATALOGUE, Arrays, Labelled, Loaded
 from ness.lab.grid import run_all
-from ness.lab.run import Options, fingerprint
+from ness.lab.jobs import resolve
+from ness.lab.run import Options
 from ness.lab.streams import assemble, cifar100, digits, five_datasets, mini_imagenet
 from ness.lab.streams.base import Request, Stream
 from ness.lab.streams.shelf import Shelf
@@ -51,7 +53,25 @@ def test_a_stream_from_the_shelf_is_the_stream_read_alone(benchmark: Any, reads:
     reads.clear()
     shared: list[Stream] = [benchmark.BENCHMARK.load(Request(seed, shelf=shelf)) for seed in (1, 2, 1)]
     assert len(reads) == once  # read for the first, there for the others
-    assert [fingerprint(one) for one in shared] == [fingerprint(alone[at]) for at in (0, 1, 0)]
+    assert [one.fingerprint for one in shared] == [alone[at].fingerprint for at in (0, 1, 0)]
+
+
+def test_runs_of_one_seed_share_its_stream_while_one_of_them_lives() -> None:
+    shelf = Shelf()
+    one, other = tiny.job("finetune"), tiny.job("gpm")
+    first, second = one.load(1, None, shelf), other.load(1, None, shelf)
+    assert first is second
+    assert one.load(2, None, shelf) is not first
+    assert one.load(1, Path("elsewhere"), shelf) is not first
+    kept = ref(first)
+    del first, second
+    assert kept() is None
+
+
+def test_streams_of_other_options_are_not_shared(reads: list[str]) -> None:
+    shelf = Shelf()
+    streams = [resolve("finetune", "cifar100", changes={"split_seed": seed}).load(1, None, shelf) for seed in (0, 1, 0)]
+    assert streams[0] is streams[2] is not streams[1]
 
 
 def test_other_data_and_other_options_are_read_anew(reads: list[str], tmp_path: Path) -> None:

@@ -1,7 +1,9 @@
 """What a stream of tasks is: plain tensors, uint8 until they are on the device, and how a benchmark makes them."""
 
+import zlib
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -9,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
+from ness.lab.checkpoint import raw_bytes
 from ness.lab.streams.shelf import Shelf
 
 T = TypeVar("T")
@@ -78,6 +81,16 @@ class Stream:
     def shape(self) -> tuple[int, ...]:
         """Shape (c, h, w) of one image."""
         return tuple(self.tasks[0].train.images.shape[1:])
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Eight hexadecimal digits of all images and labels, so that a run is not continued on other data."""
+        value = 0
+        for task in self.tasks:
+            for split in (task.train, task.valid, task.test):
+                for tensor in (split.images, split.labels):
+                    value = zlib.crc32(raw_bytes(tensor), value)
+        return f"{value:08x}"
 
 
 @dataclass(frozen=True)

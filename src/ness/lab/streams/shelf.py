@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
+from weakref import WeakValueDictionary
 
 T = TypeVar("T")
 
@@ -16,10 +17,18 @@ class Shelf:
 
     def __init__(self) -> None:
         self._held: dict[Hashable, Any] = {}
+        self._lent: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """What stands under the key."""
         if key not in self._held:
             self._held[key] = make()
         found: T = self._held[key]
+        return found
+
+    def lend(self, key: Hashable, make: Callable[[], T]) -> T:
+        """The same, kept only while somebody uses it: what differs from seed to seed would fill the memory."""
+        found: T | None = self._lent.get(key)
+        if found is None:
+            found = self._lent[key] = make()
         return found
