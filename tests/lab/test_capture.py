@@ -1,15 +1,17 @@
-"""Captured epochs, as far as that goes without a card: inputs read from buffers at a counter are the same steps."""
+"""Captured epochs, as far as that goes without a card: all but the graphs, whose work is done again instead."""
 
-from collections.abc import Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 import tiny
-from ness.lab.capture import Buffers, PlainRunner, _moving, _one, runner_for
-from ness.lab.lesson import Learning, copies
-from ness.lab.step import Inputs
+from ness.lab import registry
+from ness.lab.capture import CapturedRunner, PlainRunner, _moving, runner_for
+from ness.lab.lesson import copies
 
 VARIANTS = {
     "sgdm": {},
@@ -20,16 +22,14 @@ VARIANTS = {
 }
 
 
-class Buffered(PlainRunner):
-    """What a captured epoch does, with the graph left out."""
+class Repeating(CapturedRunner):
+    """Its graphs do their work again; recording does nothing, as on a card."""
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
-        buffers = Buffers.like(inputs)
-        buffers.fill(inputs)
-        for each in inputs:
-            _one(learning.step, buffers, len(each.index))
-        assert int(buffers.counter) == len(inputs)
-        return buffers.loss / len(inputs)
+    def _beside(self) -> Any:
+        return nullcontext()
+
+    def _record(self, work: Callable[[], object], random: torch.Generator | None = None) -> Any:
+        return SimpleNamespace(replay=work)
 
 
 @pytest.mark.parametrize("method", ["finetune", "frozen", "joint", "ness"])
@@ -39,8 +39,26 @@ def test_steps_from_buffers_are_the_same_steps(method: str, variant: str) -> Non
     if method == "joint" and "mixup" in changes:
         changes = {"schedule": "cosine"}  # a mixed image would be of two tasks
     plain = tiny.to_the_end(tiny.trainer(method, epochs=2, **changes))
-    buffered = tiny.to_the_end(tiny.trainer(method, epochs=2, runner=Buffered(), **changes))
-    assert tiny.same(plain, buffered)
+    repeated = tiny.to_the_end(tiny.trainer(method, epochs=2, runner=Repeating(), **changes))
+    assert tiny.same(plain, repeated)
+
+
+@pytest.mark.parametrize("method", sorted({*registry.all_methods()} - {"finetune", "frozen", "joint", "ness"}))
+def test_whatever_a_method_moves_is_put_back_after_the_step_before_capture(method: str) -> None:
+    plain, repeated = (tiny.trainer(method, epochs=2, runner=runner) for runner in (PlainRunner(), Repeating()))
+    assert tiny.same(tiny.to_the_end(plain), tiny.to_the_end(repeated))
+
+
+def test_the_host_is_free_between_the_step_before_capture_and_the_capture() -> None:
+    runner = Repeating()
+    trainer = tiny.trainer("finetune", epochs=2, runner=runner)
+    trainer.advance()
+    pauses = []
+    for _ in range(2):
+        unit = trainer.unit()
+        pauses.append(list(unit))
+    assert pauses == [["steps", "epoch", "epoch"], ["epoch"]]
+    assert sorted(runner.graphs) == [8, 16]  # 56 samples: three batches of 16 and one of 8
 
 
 def test_what_a_step_can_change_is_put_back() -> None:

@@ -4,28 +4,36 @@ Both call the very same `Step`. Captured, its inputs are read from buffers at a 
 a replay is all the host does for a step, and nothing is read back before the epoch is over.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from ness.lab.lesson import Learning, Tensors, copies, copy_into
 from ness.lab.loader import Clock
+from ness.lab.pauses import Pausing
 from ness.lab.step import Inputs, Step
 
 
 class Runner(Protocol):
     """Carries out what does not need the host: an epoch of steps, an evaluation."""
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
-        """The mean loss of an epoch's steps, on the device."""
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor | Pausing[Tensor]:
+        """The mean loss of an epoch's steps, on the device; may pause."""
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
-        """What `work` computes at the end of every epoch of a task, on the device."""
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor | Pausing[Tensor]:
+        """What `work` computes at the end of every epoch of a task, on the device; may pause."""
+
+
+class Graph(Protocol):
+    """Work that was recorded, to be done again."""
+
+    def replay(self) -> None:
+        """Put the work on the device."""
 
 
 class PlainRunner:
@@ -97,62 +105,67 @@ def _numbers(inputs: Inputs) -> tuple[Tensor, ...]:
 
 
 class CapturedRunner:
-    """Replays graphs: one of the step for each size of batch, one of the evaluation, captured anew for every task."""
+    """Replays graphs: one of the step for each size of batch, one of the evaluation, captured anew for every task.
+
+    What is captured is run once before, for libraries to make their plans; the host turns to other lanes until the card
+    has done that, and with it whatever else the lane has put there.
+    """
 
     def __init__(self) -> None:
         self.learning: Learning | None = None
         self.buffers: Buffers | None = None
-        self.graphs: dict[int, torch.cuda.CUDAGraph] = {}
-        self.judged: tuple[torch.cuda.CUDAGraph, Tensor] | None = None
-        self.pool = torch.cuda.graph_pool_handle()
+        self.graphs: dict[int, Graph] = {}
+        self.judged: tuple[Graph, Tensor] | None = None
+        self.pool: Any = None  # of the graphs' memory
         self.side: torch.cuda.Stream | None = None  # to capture on where the default is current
 
     def _of(self, learning: Learning) -> None:
         if self.learning is not learning:
             self.learning, self.buffers, self.graphs, self.judged = learning, None, {}, None
-            self.pool = torch.cuda.graph_pool_handle()  # the last one went with the last graph that used it
+            self.pool = None  # it went with the last graph that used it
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Pausing[Tensor]:
         """Replay every step."""
         self._of(learning)
         if self.buffers is None:
             self.buffers = Buffers.like(inputs)
         buffers = self.buffers
-        sizes = [len(each.index) for each in inputs]
-        for size in sorted(set(sizes) - set(self.graphs)):
-            with learning.context.watch.phase("capture"):
-                buffers.fill(inputs)
-                self.graphs[size] = self._capture(learning.step, partial(_one, learning.step, buffers, size))
         buffers.fill(inputs)
+        sizes = [len(each.index) for each in inputs]
+        if wanted := sorted(set(sizes) - set(self.graphs)):
+            works = {size: partial(_one, learning.step, buffers, size) for size in wanted}
+            yield from self._capture(learning, works)
+            buffers.fill(inputs)
         for size in sizes:
             self.graphs[size].replay()
         return buffers.loss / len(inputs)
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Pausing[Tensor]:
         """Replay the evaluation."""
         self._of(learning)
         if self.judged is None:
-            with learning.context.watch.phase("capture"), self._beside():
-                work()  # libraries make their plans outside the graph
-                held: list[Tensor] = []
-                graph = self._record(None, lambda: held.append(work()))
-            self.judged = graph, held[0]
+            with learning.context.watch.phase("capture"):
+                with self._beside():
+                    result = work()
+                yield "epoch"
+                self.judged = self._record(lambda: result.copy_(work())), result
         graph, result = self.judged
         graph.replay()
         return result
 
-    def _capture(self, step: Step, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
-        """A graph of the step. One step is run before, for libraries to make their plans, and then undone."""
-        assert self.learning is not None
-        moving = _moving(self.learning)
-        with self._beside():
-            before, place = copies(moving), step.random.get_state()
-            work()
-            copy_into(moving, before)
-            step.random.set_state(place)
-            graph = self._record(step.random, work)
-            copy_into(moving, before)
-        return graph
+    def _capture(self, learning: Learning, works: Mapping[int, Callable[[], None]]) -> Pausing[None]:
+        """A graph of each work, under its size. What the steps run before have changed is put back."""
+        moving, random = _moving(learning), learning.step.random
+        with learning.context.watch.phase("capture"):
+            before, place = copies(moving), random.get_state()
+            for work in works.values():
+                with self._beside():
+                    work()
+                    copy_into(moving, before)
+                random.set_state(place)
+            yield "steps"
+            for size, work in works.items():
+                self.graphs[size] = self._record(work, random)
 
     @contextmanager
     def _beside(self) -> Iterator[None]:
@@ -170,16 +183,18 @@ class CapturedRunner:
             yield
         current.wait_stream(self.side)
 
-    def _record(self, random: torch.Generator | None, work: Callable[[], None]) -> torch.cuda.CUDAGraph:
+    def _record(self, work: Callable[[], object], random: torch.Generator | None = None) -> Graph:
         graph = torch.cuda.CUDAGraph()
         if random is not None:
             graph.register_generator_state(random)
-        torch.cuda.current_stream().synchronize()
-        graph.capture_begin(self.pool, capture_error_mode="thread_local")
-        try:
-            work()
-        finally:
-            graph.capture_end()
+        self.pool = self.pool or torch.cuda.graph_pool_handle()
+        with self._beside():
+            torch.cuda.current_stream().synchronize()
+            graph.capture_begin(self.pool, capture_error_mode="thread_local")
+            try:
+                work()
+            finally:
+                graph.capture_end()
         return graph
 
 

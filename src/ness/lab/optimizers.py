@@ -12,15 +12,21 @@ from ness.lab.settings import Training
 def make(training: Training, parameters: Sequence[nn.Parameter], lr: Tensor) -> Optimizer:
     """The optimizer of a task; whoever writes into `lr` (one number, on the device) changes its rate.
 
-    Momentum starts as zeros instead of at the first step, so that all steps of a task are the same computation.
+    What it remembers starts as zeros instead of at the first step: then all steps of a task are the same computation,
+    and whatever a step changes is there before it.
     """
+    optimizer: Optimizer
     if training.optimizer == "adamw":
-        return AdamW(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
-    momentum = training.momentum if training.optimizer == "sgdm" else 0.0
-    optimizer = SGD(parameters, lr=lr, momentum=momentum, weight_decay=training.weight_decay, fused=True)
-    if momentum:
-        for parameter in parameters:
-            optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+        optimizer = AdamW(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
+        memory = ["exp_avg", "exp_avg_sq"]
+    else:
+        momentum = training.momentum if training.optimizer == "sgdm" else 0.0
+        optimizer = SGD(parameters, lr=lr, momentum=momentum, weight_decay=training.weight_decay, fused=True)
+        memory = ["momentum_buffer"] if momentum else []
+    for parameter in parameters:
+        optimizer.state[parameter] |= {name: torch.zeros_like(parameter) for name in memory}
+        if training.optimizer == "adamw":
+            optimizer.state[parameter]["step"] = torch.zeros((), device=parameter.device)  # steps done
     return optimizer
 
 

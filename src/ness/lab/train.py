@@ -118,9 +118,9 @@ class Trainer:
         """One epoch and its validation: all of it on its way before the host asks for a number."""
         learning = self._current()
         with self.watch.phase("steps"):
-            loss = self.runner.steps(learning, self.open_epoch())
+            loss = yield from carried_out(self.runner.steps(learning, self.open_epoch()))
             with self.watch.phase("evaluation"):
-                judged = self.runner.evaluation(learning, self._valid)
+                judged = yield from carried_out(self.runner.evaluation(learning, self._valid))
             numbers = torch.stack([loss.to(torch.float64), *judged])
             yield "epoch"
             found = numbers.tolist()
