@@ -18,6 +18,7 @@ from ness.lab.methods.base import Context, MethodSpec, Sizes
 from ness.lab.methods.gpm import PRESETS as GPM_PRESETS
 from ness.lab.methods.gpm import Gpm, GpmSettings, check
 from ness.lab.settings import setting
+from ness.spectrum import symmetric_eigen
 
 
 @dataclass(frozen=True)
@@ -43,9 +44,12 @@ def common(basis: Tensor, other: Tensor, tau: float) -> Tensor:
 
 def plastic(basis: Tensor, stable: Tensor) -> Tensor:
     """The rest of a basis M beside the stable J inside it: an orthonormal basis of (I - J Jᵀ) M, r_M - r_J columns."""
+    count = basis.shape[1] - stable.shape[1]
+    if count <= 0:
+        return basis[:, :0]
     rest = basis - stable @ (stable.mT @ basis)
-    left, _ = left_singular(rest)
-    found: Tensor = left[:, : basis.shape[1] - stable.shape[1]]
+    squares, right = symmetric_eigen((rest.mT @ rest).unsqueeze(0))  # σ is 0 or 1: squares lose nothing
+    found: Tensor = rest @ (right[0][:, -count:] / squares[0][-count:].sqrt())
     return found
 
 
