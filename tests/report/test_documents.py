@@ -101,6 +101,16 @@ def test_a_block_may_name_its_columns(root: Path) -> None:
     assert "CODE-CL" not in found  # no figure of the paper is shown
 
 
+def test_a_block_may_leave_out_what_is_not_run_to_its_end(root: Path) -> None:
+    runs = [record(**{"method": "finetune", **plain(root, seed)}) for seed in (1, 2)]
+    text = f"<!-- rows: plan.toml finished acc paper-acc -->\n{END}\n"
+    found = of(root, text, *runs)
+    assert "| plain | 74.25 ± 0.35 |" in found
+    assert "ewc" not in found
+    assert "Run so far: 1 of 2 rows." in found
+    assert "| plain |" not in of(root, text, runs[0])
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

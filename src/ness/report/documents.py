@@ -1,7 +1,8 @@
 """Tables and pictures inside documents, made anew from records by `make tables`: never typed, never drawn by hand.
 
-A table stands between the lines `<!-- rows: experiments/NAME.toml -->`, which may name columns after the file, and
-`<!-- end rows -->`; a picture between `<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`.
+A table stands between the lines `<!-- rows: experiments/NAME.toml -->`, which may name columns after the file, or say
+`finished` for the rows alone whose seeds are all run, and `<!-- end rows -->`; a picture between
+`<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`.
 """
 
 import os
@@ -81,12 +82,16 @@ COLUMNS: Mapping[str, Column] = {
     "kept": Column("numbers a task keeps", _kept),
     "command": Column("command", lambda one: f"`{command(one.job, one.seeds)}`", False),
 }
+FINISHED = "finished"
 USUAL = ("benchmark", "seeds", "acc", "bwt", "paper-acc", "paper-bwt", "seconds", "command")
 
 
-def block(experiment: Experiment, plan: str, columns: Sequence[str], records: Sequence[Record]) -> str:
+def block(
+    experiment: Experiment, plan: str, columns: Sequence[str], records: Sequence[Record], finished: bool = False
+) -> str:
     """What stands between the marks: a table, notes to the paper's numbers, and where all of it comes from."""
-    lines = planned(experiment, records)
+    every = planned(experiment, records)
+    lines = [one for one in every if len(one.runs) == len(one.seeds)] if finished else every
     chosen = columns or [name for name in USUAL if _says_something(name, lines)]
     shown = [COLUMNS[name] for name in chosen]
     notes = [note for note in dict.fromkeys(map(_note, lines)) if note and "paper-acc" in chosen]
@@ -99,6 +104,7 @@ def block(experiment: Experiment, plan: str, columns: Sequence[str], records: Se
     table += [[title(one), *(column.cell(one) for column in shown)] for one in lines]
     seeds = ", ".join(map(str, experiment.seeds))
     said = [f"{experiment.title}: mean ± sample deviation over seeds {seeds}."]
+    said += [f"Run so far: {len(lines)} of {len(every)} rows."] if len(lines) < len(every) else []
     said += ["Seconds are of one run."] if "seconds" in chosen else []
     said += [f"All rows: `ness table --plan {plan} --device auto`."]
     said += [f"({number}) The paper's figures: {note}." for number, note in enumerate(notes, start=1)]
@@ -146,8 +152,9 @@ def _pieces(text: str, root: Path, records: Sequence[Record], where: str) -> Ite
 
 
 def _table(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> str:
-    plan, *columns = words
-    return block(read(root / plan), plan, _columns(columns, where), records)
+    plan, *rest = words
+    columns = [word for word in rest if word != FINISHED]
+    return block(read(root / plan), plan, _columns(columns, where), records, FINISHED in rest)
 
 
 def _picture(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> Picture:
