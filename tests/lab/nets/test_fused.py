@@ -14,6 +14,7 @@ from ness.lab.nets import fused
 from ness.lab.nets.alexnet import ConvBlock, WideBlock
 from ness.lab.nets.base import norm2d
 from ness.lab.nets.dropout import Dropout
+from ness.lab.nets.norms import in_parts
 from ness.lab.nets.resnet import Block
 
 CPU = torch.device("cpu")
@@ -96,6 +97,15 @@ def test_a_block_or_norm_in_eval_mode_is_not_fused(calls: list[int], part: str) 
         made.norm.train()  # as statistics are measured
         made(IMAGES)
     assert not calls
+
+
+def test_a_norm_in_parts_is_not_fused(calls: list[int]) -> None:
+    made = block()
+    with in_parts(made, 2):
+        made(IMAGES)
+    assert not calls
+    made(IMAGES)
+    assert calls
 
 
 def test_what_the_kernels_cannot_read_is_left_to_the_modules(calls: list[int]) -> None:

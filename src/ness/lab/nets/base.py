@@ -14,6 +14,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ness.errors import NessError
 from ness.lab.nets.dropout import Dropout
+from ness.lab.nets.parts import batch_norm_in_parts
 
 Norms = Literal["batch", "stored"]
 
@@ -70,11 +71,15 @@ class _Norm(_BatchNorm):
     channels use a seventh of an H200, or are cooperative ones, whose captured graphs are slow to launch.
     """
 
+    parts: int = 1  # equal consecutive parts of a batch that are normalised apart: set by `nets.norms.in_parts`
+
     def forward(self, input: Tensor) -> Tensor:
         """(n, c, ...) to the same shape."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
         batch = self.training or self.running_mean is None
         held = self.running_mean, self.running_var, self.weight, self.bias
+        if batch and self.parts > 1:
+            return batch_norm_in_parts(input, self.parts, *held, self.momentum or 0.0, self.eps)
         with torch.backends.cudnn.flags(enabled=False) if input.is_cuda else nullcontext():
             return F.batch_norm(input, *held, batch, self.momentum or 0.0, self.eps)
 

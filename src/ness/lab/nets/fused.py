@@ -93,7 +93,7 @@ def replaceable(
     add: Tensor | None,
 ) -> bool:
     """Whether the kernels do what these modules, as they are now, would do."""
-    if type(norm) not in (BatchNorm1d, BatchNorm2d) or not norm.training:
+    if type(norm) not in (BatchNorm1d, BatchNorm2d) or not norm.training or norm.parts != 1:
         return False
     if norm.num_features != x.shape[1] or isinstance(norm, BatchNorm1d) != (x.ndim == 2):
         return False  # the norm says what is wrong

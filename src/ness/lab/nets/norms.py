@@ -1,13 +1,14 @@
-"""What is done to BatchNorm layers as a whole: hold their stored statistics, or keep a pass from updating them."""
+"""What is done to BatchNorm layers as a whole: hold or measure stored statistics, pass without update or in parts."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ness.lab.nets.base import Network
+from ness.lab.loader import LARGE_BATCH
+from ness.lab.nets.base import BatchNorm1d, BatchNorm2d, Network
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
@@ -34,6 +35,50 @@ def without_update(network: nn.Module) -> Iterator[None]:
     finally:
         for norm, momentum in zip(norms, momenta, strict=True):
             norm.momentum = momentum
+
+
+def takes_parts(network: nn.Module) -> bool:
+    """Whether `in_parts` reaches every BatchNorm that, as the network is now, uses the statistics of the batch.
+
+    Another one would normalise the whole batch. Where there is none at all nothing is known of how samples meet.
+    """
+    using = {type(norm) for norm in batch_norms(network) if norm.training or norm.running_mean is None}
+    return bool(using) and using <= {BatchNorm1d, BatchNorm2d}
+
+
+@contextmanager
+def in_parts(network: nn.Module, parts: int) -> Iterator[None]:
+    """Batches inside are so many equal consecutive parts, each normalised as if it were passed alone."""
+    norms = [norm for norm in batch_norms(network) if isinstance(norm, BatchNorm1d | BatchNorm2d)]
+    before = [norm.parts for norm in norms]
+    for norm in norms:
+        norm.parts = parts
+    try:
+        yield
+    finally:
+        for norm, held in zip(norms, before, strict=True):
+            norm.parts = held
+
+
+def batches_at_once(network: Network, size: int) -> int:
+    """How many batches of `size` are worth passing as one, in parts: on a card as many as fill it.
+
+    There a pass waits for its launches, a large one as long as a small one. On the CPU a large one is the slower.
+    """
+    return max(1, LARGE_BATCH // size) if on_card(network) and takes_parts(network) else 1
+
+
+def on_card(network: nn.Module) -> bool:
+    """Whether the network's parameters are on a card."""
+    return next(network.parameters()).is_cuda
+
+
+def passed_apart(network: Network, images: Tensor, sizes: Sequence[int]) -> Tensor:
+    """Features of images, each stretch of so many as if it were passed alone; in one pass where that can be."""
+    if len(set(sizes)) == 1 and takes_parts(network):
+        with in_parts(network, len(sizes)):
+            return network.features(images)
+    return torch.cat([network.features(stretch) for stretch in torch.split(images, list(sizes))])
 
 
 @torch.no_grad()
