@@ -1,9 +1,11 @@
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Generator
 
 import tiny
-from ness.lab.loader import epoch_order, fixed_order, mixed_up, on_device, together
+from ness.lab.loader import epoch_order, fixed_order, mixed_up, on_device, passes, together
 from ness.lab.streams.base import Request, Split
 
 CPU = torch.device("cpu")
@@ -32,6 +34,24 @@ def test_together_keeps_each_sample_with_its_task_and_constants() -> None:
     for row, (part, index) in enumerate([(0, 0), (1, 4), (2, 55)]):
         assert torch.equal(batch.images[row], parts[part].take(torch.tensor([index])).images[0])
     assert together(parts[:1]) is parts[0]
+
+
+@given(count=st.integers(0, 2000), size=st.integers(1, 600), at_once=st.integers(1, 9))
+def test_passes_cut_batches_as_they_would_be_alone(count: int, size: int, at_once: int) -> None:
+    cut = passes(count, size, at_once)
+    batches = [samples // parts for samples, parts in cut for _ in range(parts)]
+    assert batches == [size] * (count // size) + [count % size] * (count % size > 0)
+    assert all(samples % parts == 0 and parts <= at_once for samples, parts in cut)
+    assert len(cut) <= count // size // at_once + 2
+
+
+def test_batches_at_once_are_the_batches_in_their_order() -> None:
+    samples = on_device(TASKS[1].train, TASKS[1], 1, CPU)
+    order = fixed_order(len(samples), 1, "train", CPU)
+    alone, at_once = list(samples.batches(order, 9)), list(samples.batches(order, 9, 4))
+    assert [(len(batch.labels), batch.parts) for batch in at_once] == [(36, 4), (18, 2), (2, 1)]
+    for values in ("images", "labels"):
+        assert torch.equal(*(torch.cat([getattr(each, values) for each in some]) for some in (alone, at_once)))
 
 
 def test_an_epoch_sees_every_sample_once() -> None:

@@ -1,6 +1,7 @@
 """Evaluation in one fixed order without a host synchronisation before the end.
 
-In batches of 64 where BatchNorm uses the statistics of the batch; where it uses stored ones samples do not meet.
+In batches of 64 where BatchNorm uses the statistics of the batch, on a card several in one pass; where it uses stored
+ones samples do not meet.
 """
 
 import torch
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from ness.lab.loader import EVALUATION_BATCH, LARGE_BATCH, Samples
 from ness.lab.methods.base import Method
+from ness.lab.nets.norms import batches_at_once, in_parts
 
 
 @torch.no_grad()
@@ -20,9 +22,10 @@ def evaluate(method: Method, samples: Samples, order: Tensor) -> tuple[Tensor, T
     method.model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=order.device)
     right = torch.zeros((), dtype=torch.float64, device=order.device)
-    stored = method.context.training.norm == "stored"
-    for batch in samples.batches(order, LARGE_BATCH if stored else EVALUATION_BATCH):
-        logits = method.logits(batch)
+    size = LARGE_BATCH if method.context.training.norm == "stored" else EVALUATION_BATCH
+    for batch in samples.batches(order, size, batches_at_once(method.model, size)):
+        with in_parts(method.model, batch.parts):
+            logits = method.logits(batch)
         loss += F.cross_entropy(logits, batch.labels, reduction="sum")
         right += (logits.argmax(1) == batch.labels).sum()
     return loss / len(order), 100 * right / len(order)

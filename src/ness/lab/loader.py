@@ -31,6 +31,7 @@ class Batch:
 
     `tasks` (n,) says the task of each sample where several are trained together, and is None otherwise. With mix-up,
     image i is share·xᵢ + (1 - share)·xⱼ and `partner[i]` is the label of j. `clock` is None outside training.
+    With `parts` above 1 it is so many batches of one size, one after another, to be passed under `nets.norms.in_parts`.
     """
 
     images: Tensor
@@ -41,6 +42,7 @@ class Batch:
     share: Tensor | None = None
     clock: Clock | None = None
     rate: Tensor | None = None  # the step's learning rate, one number; None outside training
+    parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -72,10 +74,26 @@ class Samples:
         """The order in which the samples are stored."""
         return torch.arange(len(self), device=self.labels.device)
 
-    def batches(self, order: Tensor, size: int = EVALUATION_BATCH) -> Iterator[Batch]:
-        """The samples in this order, `size` at a time, a last shorter batch included."""
-        for index in torch.split(order, size):
-            yield self.take(index)
+    def batches(self, order: Tensor, size: int = EVALUATION_BATCH, at_once: int = 1) -> Iterator[Batch]:
+        """The samples in this order, `size` at a time, a last shorter batch included; up to `at_once` of them as one.
+
+        What is more than one batch has `parts`: see `Batch`.
+        """
+        cut = passes(len(order), size, at_once)
+        for index, (_, parts) in zip(torch.split(order, [count for count, _ in cut]), cut, strict=True):
+            yield replace(self.take(index), parts=parts)
+
+
+def passes(count: int, size: int, at_once: int = 1) -> list[tuple[int, int]]:
+    """How many samples each pass has, and in how many parts, if up to `at_once` whole batches of `size` pass as one.
+
+    >>> passes(1000, 64, 8)
+    [(512, 8), (448, 7), (40, 1)]
+    """
+    whole, rest = divmod(count, size)
+    many, few = divmod(whole, at_once)
+    cut = [(at_once * size, at_once)] * many + [(few * size, few), (rest, 1)]
+    return [(samples, parts) for samples, parts in cut if samples]
 
 
 def on_device(split: Split, task: Task, index: int, device: torch.device) -> Samples:
