@@ -9,6 +9,7 @@ from ness import NessError, NessWarning
 from ness.lab.jobs import resolve
 from ness.lab.methods.base import sizes_of
 from ness.lab.methods.ness import observed
+from ness.lab.nets import norms
 from ness.lab.seeds import derive
 
 
@@ -90,7 +91,7 @@ def test_recomputed_statistics_see_all_old_data_and_kept_ones_only_the_last_task
 
     def counting(self, batches, forward):
         seen = list(batches)
-        counts.append([len(batch) for batch in seen])
+        counts.append([len(batch.images) for batch in seen])
         return observe(self, seen, forward=forward)
 
     monkeypatch.setattr(ness.NullSpace, "observe", counting)
@@ -122,9 +123,28 @@ def test_recomputed_statistics_taken_up_in_a_task() -> None:
 def test_observed_order_is_fixed_and_random() -> None:
     one = tiny.trainer("ness")
     samples = one.data["train"][1]
-    images = torch.cat(list(observed((samples,), one.context.training, mixed=False)))
+    batches = observed(one.context.model, (samples,), one.context.training, mixed=False)
     order = torch.randperm(56, generator=torch.Generator().manual_seed(derive(20_001, 0)))
-    assert torch.equal(images, samples.take(order).images)
+    assert torch.equal(torch.cat([batch.images for batch in batches]), samples.take(order).images)
+
+
+@pytest.mark.parametrize("borders", ["apart", "mixed"])
+def test_batches_observed_in_one_pass_give_the_statistics_of_one_by_one(borders: str, monkeypatch) -> None:
+    one = until_task(tiny.trainer("ness", epochs=1, norm="batch", statistics="recomputed", borders=borders), 2)
+    model, parts, grams = one.context.model, [], []
+    model.norm.register_forward_hook(lambda norm, inputs, y: parts.append(norm.parts))
+    for on_card, expected in ((False, [1] * (8 if borders == "apart" else 7)), (True, [3, 1] * 2)):
+        monkeypatch.setattr(norms, "on_card", lambda network, on_card=on_card: on_card)
+        parts.clear()
+        one.method.guard = one.method._new_guard()
+        for _ in one.method._observe(tuple(one.data["train"][:2])):
+            assert model.norm.parts == 1  # nothing is held open across a pause
+        assert parts == (expected if borders == "apart" or not on_card else [7])
+        grams.append(one.method.guard.grams)
+    for alone, together in zip(*(found.values() for found in grams), strict=True):
+        assert alone.count == together.count
+        size = alone.matrix.abs().max()
+        assert float((alone.matrix - together.matrix).abs().max()) <= 1e-6 * float(size)
 
 
 def test_the_papers_text_warns_when_nothing_but_the_head_trains() -> None:

@@ -10,6 +10,7 @@ from ness import NessError
 from ness.lab.jobs import resolve
 from ness.lab.methods._rows import input_grams
 from ness.lab.methods.owm import decays, mean_rows, shrunk, shrunk_by_gram
+from ness.lab.nets import norms
 
 EYE = torch.eye(2, dtype=torch.float64)
 
@@ -84,6 +85,17 @@ def test_at_the_end_of_a_task_the_projector_is_the_closed_form_of_its_inputs() -
     gradient = torch.randn(3, 37)
     expected = gradient @ one.method.projectors["fc"].float()
     assert torch.allclose(one.method.removals["fc"](gradient), expected, atol=1e-5)
+
+
+def test_batches_in_one_pass_give_the_grams_of_one_by_one(monkeypatch) -> None:
+    one = tiny.trainer("owm", norm="batch")
+    found = []
+    for on_card in (False, True):
+        monkeypatch.setattr(norms, "on_card", lambda network, on_card=on_card: on_card)
+        found.append(input_grams(one.context.model, one.method.layers, one.data["train"][0], 16))
+    for alone, together in zip(*(grams.values() for grams in found), strict=True):
+        assert alone.count == together.count
+        assert torch.allclose(alone.matrix, together.matrix, rtol=1e-6, atol=1e-6 * float(alone.matrix.max()))
 
 
 def test_every_batch_it_learns_from_the_first_step_and_is_taken_up_bit_for_bit() -> None:

@@ -10,6 +10,7 @@ from ness.errors import NessError
 from ness.gram import Gram, widened
 from ness.lab.loader import Batch, Samples, fixed_order
 from ness.lab.nets.base import Network
+from ness.lab.nets.norms import batches_at_once, in_parts
 from ness.layers import Layer, Rows
 from ness.moments import Moments
 from ness.observe import Recorder, watching
@@ -87,8 +88,10 @@ def input_grams(model: Network, layers: Layers, samples: Samples, size: int) -> 
     books = {name: Moments.zeros(1, layer.outputs, layer.width, device) for name, layer in layers.items()}
     recorder = Recorder(books.__getitem__)
     with watching(model, layers.values(), recorder.record):
-        for batch in samples.batches(fixed_order(len(samples), samples.task, "train", device), size):
-            model.features(batch.images)
+        order = fixed_order(len(samples), samples.task, "train", device)
+        for batch in samples.batches(order, size, batches_at_once(model, size)):
+            with in_parts(model, batch.parts):
+                model.features(batch.images)
             recorder.end(f"task {samples.task + 1}")
     recorder.check()
     return {name: held.gram for name, held in books.items()}

@@ -9,9 +9,10 @@ from torch import Tensor, nn
 
 import ness
 from ness.errors import NessError
-from ness.lab.loader import LARGE_BATCH, Samples, fixed_order, together
+from ness.lab.loader import LARGE_BATCH, Batch, Samples, fixed_order, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
+from ness.lab.nets.norms import batches_at_once, in_parts
 from ness.lab.pauses import Pausing
 from ness.lab.settings import Training, setting
 
@@ -88,7 +89,7 @@ class Ness(Method):
         return notes
 
     def _observe(self, tasks: tuple[Samples, ...]) -> Pausing[None]:
-        batches = observed(tasks, self.context.training, mixed=self.own.borders == "mixed")
+        batches = observed(self.model, tasks, self.context.training, mixed=self.own.borders == "mixed")
         yield from observing(self.guard, batches, self.context)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -100,33 +101,36 @@ class Ness(Method):
         self.guard.load_state(tensors, manifest)
 
 
-def features_of(model: nn.Module, images: Tensor) -> Tensor:
+def features_of(model: nn.Module, batch: Batch) -> Tensor:
     """The pass that is observed: the shared layers; heads are each task's own."""
     assert isinstance(model, Network)
-    return model.features(images)
+    with in_parts(model, batch.parts):
+        return model.features(batch.images)
 
 
-def observing(guard: ness.NullSpace, batches: Iterator[Tensor], context: Context) -> Pausing[None]:
+def observing(guard: ness.NullSpace, batches: Iterator[Batch], context: Context) -> Pausing[None]:
     """Observes a few batches a call, with a pause after each: the statistics are the same, bit for bit."""
     with context.watch.phase("observing"):
-        while few := list(islice(batches, BATCHES_A_CALL)):
-            guard.observe(few, forward=features_of)
+        for first in batches:
+            more = max(1, BATCHES_A_CALL // first.parts) - 1
+            guard.observe([first, *islice(batches, more)], forward=features_of)
             yield None
 
 
-def observed(tasks: tuple[Samples, ...], training: Training, *, mixed: bool) -> Iterator[Tensor]:
-    """Images of tasks in batches: task by task in a fixed random order, or stored order across borders.
+def observed(model: Network, tasks: tuple[Samples, ...], training: Training, *, mixed: bool) -> Iterator[Batch]:
+    """Tasks in batches: task by task in a fixed random order, or stored order across borders.
 
     Order and size matter only where BatchNorm uses the statistics of the batch; elsewhere batches are large.
     """
     size = LARGE_BATCH if training.norm == "stored" else training.batch
+    at_once = batches_at_once(model, size)
     if mixed:
         every = together(tasks)
-        yield from (batch.images for batch in every.batches(every.stored_order(), size))
+        yield from every.batches(every.stored_order(), size, at_once)
         return
     for samples in tasks:
         order = fixed_order(len(samples), samples.task, "train", samples.labels.device)
-        yield from (batch.images for batch in samples.batches(order, size))
+        yield from samples.batches(order, size, at_once)
 
 
 def certificate_row(row: Any) -> dict[str, Any]:

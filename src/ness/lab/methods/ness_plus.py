@@ -96,7 +96,8 @@ class NessPlus(Method):
         """Measures the task's norms, merges what is shared, and takes the Grams of the task as it is used."""
         training = self.context.training
         if lesson.task == 0 or self.own.norms == "own":
-            measure_statistics(self.model, observed((lesson.train,), training, mixed=False))
+            batches = observed(self.model, (lesson.train,), training, mixed=False)
+            measure_statistics(self.model, (batch.images for batch in batches))
         notes: dict[str, Any] = {}
         if lesson.task > 0:
             self.guard.merge()
@@ -104,7 +105,8 @@ class NessPlus(Method):
             notes["certificate"] = [certificate_row(row) for row in certificate.rows]
             notes["kept"] = certificate.kept.get(_name(lesson.task), 0)
         if lesson.task < self.context.tasks - 1:
-            yield from observing(self.guard, observed((lesson.train,), training, mixed=False), self.context)
+            batches = observed(self.model, (lesson.train,), training, mixed=False)
+            yield from observing(self.guard, batches, self.context)
         return notes
 
     def use(self, task: int) -> None:
