@@ -2,15 +2,18 @@
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Generator
 from torch.nn import functional as F
 
 import tiny
 from ness import NessError
-from ness.lab.methods.agem import half_space, inner, portions
+from ness.lab.loader import Samples, together
+from ness.lab.methods.agem import drawn, half_space, inner, portion
 
 
-def drawn(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
+def pieces(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:
     generator = Generator().manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
@@ -29,21 +32,21 @@ def test_a1_the_conflict_is_removed_and_nothing_else() -> None:
 
 
 def test_a2_without_conflict_the_gradient_is_bitwise_itself() -> None:
-    g = drawn(1, (3, 4), (5,))
-    r = [value + 0.1 * other for value, other in zip(g, drawn(2, (3, 4), (5,)), strict=True)]
+    g = pieces(1, (3, 4), (5,))
+    r = [value + 0.1 * other for value, other in zip(g, pieces(2, (3, 4), (5,)), strict=True)]
     assert inner(g, r) > 0
     assert all(torch.equal(found, value) for found, value in zip(half_space(g, r), g, strict=True))
 
 
 @pytest.mark.parametrize("seed", range(20))
 def test_a3_no_conflict_is_left(seed: int) -> None:
-    g, r = drawn(seed, (3, 4), (50,)), drawn(seed + 100, (3, 4), (50,))
+    g, r = pieces(seed, (3, 4), (50,)), pieces(seed + 100, (3, 4), (50,))
     found = half_space(g, r)
     assert inner(found, r) >= -1e-9 * (inner(g, g) * inner(r, r)).sqrt()
 
 
 def test_a5_a_zero_memory_gradient_changes_nothing() -> None:
-    g = drawn(1, (4,))
+    g = pieces(1, (4,))
     assert torch.equal(half_space(g, [torch.zeros(4, dtype=torch.float64)])[0], g[0])
 
 
@@ -85,8 +88,64 @@ def test_the_memory_gradient_is_the_mean_over_samples_of_all_tasks_each_under_it
 
 
 def test_portions_are_even_and_never_one() -> None:
-    assert portions(64, 19) == [4] * 7 + [3] * 12
-    assert portions(3, 4) == [2, 2, 2, 2]
+    assert [portion(64, tasks) for tasks in (1, 9, 19)] == [64, 7, 3]
+    assert portion(3, 4) == 2
+
+
+@given(counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), wanted=st.integers(2, 6), seed=st.integers(0, 99))
+def test_as_many_different_samples_of_each_task_are_drawn(counts: list[int], wanted: int, seed: int) -> None:
+    one = torch.ones(1, 1, 1)
+    memory = [
+        Samples(torch.zeros(count, 1, 2, 2), torch.zeros(count, dtype=torch.int64), task, one, one)
+        for task, count in enumerate(counts)
+    ]
+    index, sizes = drawn(together(memory), wanted, Generator().manual_seed(seed))
+    assert sizes == [min(wanted, count) for count in counts]
+    starts = [sum(counts[:task]) for task in range(len(counts))]
+    for part, start, count in zip(index.split(sizes), starts, counts, strict=True):
+        assert len(set(part.tolist())) == len(part)
+        assert all(start <= each < start + count for each in part.tolist())
+
+
+def test_every_sample_of_a_task_is_drawn_alike_often() -> None:
+    generator, count = Generator().manual_seed(1), torch.zeros(5)
+    one = torch.ones(1, 1, 1)
+    samples = Samples(torch.zeros(5, 1, 2, 2), torch.zeros(5, dtype=torch.int64), 0, one, one)
+    for _ in range(2000):
+        count[drawn(samples, 2, generator)[0]] += 1
+    assert torch.allclose(count / 2000, torch.tensor(0.4), atol=0.05)
+
+
+@pytest.mark.parametrize("norm", ["batch", "stored"])
+@pytest.mark.parametrize("own", [True, False])
+def test_the_memory_passes_as_if_task_by_task_in_one_pass_if_the_norms_are_ours(norm: str, own: bool) -> None:
+    one = tiny.trainer("agem", memory=9, memory_batch=9, norm=norm, epochs=1)
+    while one.at < 2:
+        one.advance()
+    model, method, random = one.context.model.train(), one.method, one.random.step
+    model.dropout.p = 0.0
+    if not own:
+        model.norm = torch.nn.BatchNorm2d(4, track_running_stats=norm == "stored")
+    before, place = {name: value.clone() for name, value in model.state_dict().items()}, random.get_state()
+    passes: list[int] = []
+    handle = model.conv.register_forward_hook(lambda module, inputs, y: passes.append(len(y)))
+    found = method.remembered()
+    handle.remove()
+    assert passes == ([8] if own else [4, 4])
+    moved = {name: value.clone() for name, value in model.named_buffers()}
+    gradients = torch.autograd.grad(found, [*model.conv.parameters(), model.heads[0].weight, model.heads[1].weight])
+
+    model.load_state_dict(before)
+    index, _ = drawn(together(method.memory), 4, random.set_state(place))
+    losses = []
+    for part, chosen in zip(method.memory, (index[:4], index[4:] - 9), strict=True):
+        batch = part.take(chosen)
+        losses.append(F.cross_entropy(model(batch.images, part.task), batch.labels))
+    expected = torch.stack(losses).mean()
+    theirs = torch.autograd.grad(expected, [*model.conv.parameters(), model.heads[0].weight, model.heads[1].weight])
+    assert found.item() == pytest.approx(expected.item(), rel=1e-5)
+    assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients, theirs, strict=True))
+    assert all(torch.allclose(value, moved[name], atol=1e-6) for name, value in model.named_buffers())
 
 
 def test_the_memory_is_a_sample_without_repetition_from_the_methods_generator() -> None:

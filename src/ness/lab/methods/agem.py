@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Generator, Tensor, nn
+from torch.nn import functional as F
 
 from ness.errors import NessError
-from ness.lab.loader import Batch, Samples
-from ness.lab.losses import cross_entropy
+from ness.lab.loader import Batch, Samples, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, backbone, clear
+from ness.lab.nets.norms import passed_apart
 from ness.lab.settings import setting
 
 
@@ -19,7 +20,9 @@ class AgemSettings:
     """What A-GEM adds to the training settings."""
 
     memory: int = setting(200, "training samples kept of every task")
-    memory_batch: int = setting(64, "samples a step drawn from the memory, alike many of every earlier task")
+    memory_batch: int = setting(
+        64, "samples a step drawn from the memory, alike many of every earlier task, 2 at least"
+    )
 
 
 def half_space(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[Tensor]:
@@ -40,13 +43,22 @@ def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
     return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
 
 
-def portions(total: int, tasks: int) -> list[int]:
-    """How many samples each task gives to a batch of `total`; two at least, which BatchNorm needs.
+def portion(total: int, tasks: int) -> int:
+    """How many samples each task gives to a batch of `total`: alike many, at least the two that BatchNorm needs.
 
-    >>> portions(64, 3), portions(4, 3)
-    ([22, 21, 21], [2, 2, 2])
+    >>> portion(64, 3), portion(4, 3)
+    (21, 2)
     """
-    return [max(2, total // tasks + (task < total % tasks)) for task in range(tasks)]
+    return max(2, total // tasks)
+
+
+def drawn(samples: Samples, wanted: int, generator: Generator) -> tuple[Tensor, list[int]]:
+    """Indices of `wanted` different samples of each task, or of all it has, task after task; and how many of each."""
+    counts = samples.counts or (len(samples),)
+    keys = torch.rand(len(samples), generator=generator, device=generator.device, dtype=torch.float64)
+    order = (keys if samples.tasks is None else keys + samples.tasks).argsort()  # shuffled, each task in its own place
+    each = [part[:wanted] for part in torch.split(order, list(counts))]
+    return torch.cat(each), [len(part) for part in each]
 
 
 class Agem(Method):
@@ -55,7 +67,8 @@ class Agem(Method):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.own: AgemSettings = context.own
-        self.memory: list[Samples] = []
+        self.memory: list[Samples] = []  # by task
+        self.every: Samples | None = None  # the same together, as a step draws from it
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """The backbone, the task's head, and the heads of the remembered tasks, which learn through the memory."""
@@ -76,16 +89,21 @@ class Agem(Method):
     def remembered(self) -> Tensor:
         """Mean loss of a batch drawn from the memory.
 
-        Each task passes alone, through its own head: batch statistics of several tasks would be nobody's. Like all
-        training passes these count towards stored statistics.
+        Tasks are normalised apart, each under its own head: batch statistics of several tasks would be nobody's. Like
+        all training passes this counts towards stored statistics.
         """
-        random, device = self.context.random.step, self.context.device
-        losses, total = [], 0
-        for samples, wanted in zip(self.memory, portions(self.own.memory_batch, len(self.memory)), strict=True):
-            drawn = samples.take(torch.rand(len(samples), generator=random, device=device).argsort()[:wanted])
-            losses.append(cross_entropy(self.logits(drawn), drawn) * len(drawn.labels))
-            total += len(drawn.labels)
-        return torch.stack(losses).sum() / total
+        every = self.every
+        assert every is not None
+        index, sizes = drawn(every, portion(self.own.memory_batch, len(self.memory)), self.context.random.step)
+        batch = every.take(index)
+        # not by `self.logits`, which is of one task: all tasks share one pass up to their heads
+        features = torch.split(passed_apart(self.model, batch.images, sizes), sizes)
+        labels = torch.split(batch.labels, sizes)
+        heads = [self.model.heads[part.task] for part in self.memory]
+        losses = [
+            F.cross_entropy(head(x), y, reduction="sum") for head, x, y in zip(heads, features, labels, strict=True)
+        ]
+        return torch.stack(losses).sum() / len(batch.labels)
 
     def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Keeps a random sample of the task's training data; nobody needs one of the last task."""
@@ -93,8 +111,13 @@ class Agem(Method):
             return {}
         train, random = lesson.train, self.context.random.method
         order = torch.randperm(len(train), generator=random, device=train.labels.device)[: self.own.memory]
-        self.memory.append(Samples(train.images[order], train.labels[order], train.task, train.mean, train.std))
+        kept = Samples(train.images[order], train.labels[order], train.task, train.mean, train.std)
+        self._remember([*self.memory, kept])
         return {"remembered": sum(map(len, self.memory))}
+
+    def _remember(self, memory: list[Samples]) -> None:
+        self.memory = memory
+        self.every = together(memory) if memory else None
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The memory."""
@@ -103,10 +126,11 @@ class Agem(Method):
 
     def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
         """Puts the memory back on the device."""
-        self.memory = []
+        memory = []
         for task in manifest["tasks"]:
             images, labels, mean, std = (tensors[f"{task}/{key}"].to(self.context.device) for key in KEPT)
-            self.memory.append(Samples(images, labels, task, mean, std))
+            memory.append(Samples(images, labels, task, mean, std))
+        self._remember(memory)
 
 
 KEPT = ("images", "labels", "mean", "std")
