@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
@@ -16,6 +17,8 @@ from ness.lab import checkpoint, registry
 from ness.lab.capture import PlainRunner
 from ness.lab.lanes import side_by_side
 from ness.lab.methods.base import Method, MethodSpec
+from ness.lab.nets.base import NetworkSpec
+from ness.lab.nets.norms import own_norms, using
 from ness.lab.pauses import to_the_end
 
 METHODS = sorted(registry.all_methods())
@@ -25,6 +28,7 @@ VARIANTS = {
     "adamw": {"optimizer": "adamw", "lr": 0.01},
     "cosine and mix-up": {"schedule": "cosine", "mixup": 0.4},
     "stored norms": {"norm": "stored"},
+    "norms of each task": {"norm": "task"},
 }
 
 
@@ -281,6 +285,7 @@ def test_a_method_hooks_in_where_the_contract_says() -> None:
         ({}, True),
         ({"valid_order": "fixed"}, False),
         ({"norm": "stored"}, False),
+        ({"norm": "task"}, True),
         ({"schedule": "cosine"}, False),
     ],
     ids=str,
@@ -323,3 +328,48 @@ def test_taken_up_in_the_first_task_a_gradient_is_the_same_in_every_bit(method: 
     half = len(found) // 2
     for mine, other in zip(found[:half], found[half:], strict=True):
         assert all(a is b or torch.equal(a, b) for a, b in zip(mine, other, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_with_norms_of_each_task_accuracy_depends_on_no_batch(method: str) -> None:
+    """A test image alone is judged as among others, under the statistics of its own task."""
+    one = tiny.to_the_end(tiny.trainer(method, norm="task", epochs=1))
+    for task, samples in enumerate(one.data["test"]):
+        one.method.use(task)
+        with using(one.context.model, one.statistics[task]), torch.no_grad():
+            one.context.model.eval()
+            together = one.method.logits(samples.take(torch.arange(len(samples))))
+            alone = torch.cat([one.method.logits(samples.take(torch.tensor([i]))) for i in range(len(samples))])
+        torch.testing.assert_close(alone, together, rtol=1e-4, atol=1e-4)
+        right = 100 * float((together.argmax(1) == samples.labels).double().mean())
+        assert one.matrix[-1][task] == pytest.approx(right)
+
+
+def test_norms_of_each_task_train_as_those_of_the_batch() -> None:
+    """They differ in what is tested, not in what is learnt; and a task's statistics stay those it ended with."""
+    batch, own = (tiny.trainer("gpm", norm=norm) for norm in ("batch", "task"))
+    while own.at < 2:
+        own.advance()
+    first = {name: (mean.clone(), var.clone()) for name, (mean, var) in own.statistics[0].items()}
+    tiny.to_the_end(batch)
+    tiny.to_the_end(own)
+    weights = batch.context.model.state_dict(), own.context.model.state_dict()
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    assert sorted(own.statistics) == [0, 1, 2]
+    for name, pair in first.items():
+        assert all(torch.equal(now, then) for now, then in zip(own.statistics[0][name], pair, strict=True))
+        assert not torch.equal(own.statistics[1][name][0], pair[0])
+    assert not any(norm.measured for norm in own_norms(own.context.model).values())
+
+
+def test_norms_of_each_task_need_norms_that_can_be_lent_statistics() -> None:
+    class Foreign(tiny.TinyNet):
+        def __init__(self, *made: Any) -> None:
+            super().__init__(*made)
+            self.norm = nn.BatchNorm2d(4, track_running_stats=False)
+
+    network = NetworkSpec("foreign", "for tests", Foreign)
+    tiny.trainer("finetune", network=network)
+    with pytest.raises(NessError, match=r"norm2d; found BatchNorm2d in Foreign.*--norm batch"):
+        tiny.trainer("finetune", network=network, norm="task")

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 
 from ness.lab.loader import EVALUATION_BATCH, LARGE_BATCH, Samples
 from ness.lab.methods.base import Method
-from ness.lab.nets.norms import batches_at_once, in_parts
+from ness.lab.nets.norms import batches_at_once, in_parts, lent
 
 
 @torch.no_grad()
@@ -22,7 +22,8 @@ def evaluate(method: Method, samples: Samples, order: Tensor) -> tuple[Tensor, T
     method.model.eval()
     loss = torch.zeros((), dtype=torch.float64, device=order.device)
     right = torch.zeros((), dtype=torch.float64, device=order.device)
-    size = LARGE_BATCH if method.context.training.norm == "stored" else EVALUATION_BATCH
+    apart = method.context.training.norm == "stored" or lent(method.model)
+    size = LARGE_BATCH if apart else EVALUATION_BATCH
     for batch in samples.batches(order, size, batches_at_once(method.model, size)):
         with in_parts(method.model, batch.parts):
             logits = method.logits(batch)

@@ -182,9 +182,11 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[s
 
 
 def _save_weights(folder: RunFolder, trainer: Trainer) -> None:
+    """The model's state dict; with norm task also each task's statistics, as 'norms/task/norm/mean' and var."""
+    measured = {f"norms/{name}": value for name, value in trainer.measured_tensors().items()}
     weights = {
         name: value.detach().to("cpu").contiguous().clone()
-        for name, value in trainer.context.model.state_dict().items()
+        for name, value in {**trainer.context.model.state_dict(), **measured}.items()
     }
     temporary = folder.path / ".model.tmp"
     try:

@@ -41,11 +41,13 @@ class Training:
     lr_factor: float = setting(2.0, "what a decay divides the learning rate by")
     lr_min: float = setting(1e-5, "a task ends when its learning rate falls below this")
     mixup: float = setting(0.0, "a of Beta(a, a) in mix-up, one share a batch; 0 is off")
-    norm: Literal["batch", "stored"] = setting(
-        "batch", "BatchNorm at test: the test batch's statistics, or running ones of training"
+    norm: Literal["batch", "stored", "task"] = setting(
+        "batch",
+        "BatchNorm at test: the test batch's statistics, running ones of training, or each task's own, measured once "
+        "on its training images after it was learnt",
     )
     valid_order: Literal["drawn", "fixed"] = setting(
-        "drawn", "the batches of each validation, where norm is batch: drawn anew every epoch, or always the same"
+        "drawn", "the batches of each validation, unless norm is stored: drawn anew every epoch, or always the same"
     )
 
 
@@ -59,7 +61,7 @@ ONLY_WITH: Mapping[str, tuple[str, Collection[Any]]] = {
     "lr_min": ("schedule", ("plateau",)),
     "valid_order": ("schedule", ("plateau",)),
 }
-AND_WITH: Mapping[str, tuple[str, Collection[Any]]] = {"valid_order": ("norm", ("batch",))}  # a second condition
+AND_WITH: Mapping[str, tuple[str, Collection[Any]]] = {"valid_order": ("norm", ("batch", "task"))}  # a second condition
 
 
 def draws_validation(settings: Mapping[str, Any]) -> bool:
@@ -73,7 +75,7 @@ def draws_validation(settings: Mapping[str, Any]) -> bool:
     False
     """
     found = (settings.get("valid_order"), settings.get("schedule"), settings.get("norm"))
-    return found == ("drawn", "plateau", "batch")
+    return found in (("drawn", "plateau", "batch"), ("drawn", "plateau", "task"))
 
 
 def telling(settings: Mapping[str, Any]) -> dict[str, Any]:

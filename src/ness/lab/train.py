@@ -13,9 +13,10 @@ from ness.errors import NessError
 from ness.lab.capture import PlainRunner, Runner
 from ness.lab.evaluate import evaluate
 from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
-from ness.lab.loader import SPLITS, Samples, SplitName, fixed_order, on_device, together
+from ness.lab.loader import LARGE_BATCH, SPLITS, Samples, SplitName, fixed_order, on_device, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
-from ness.lab.nets.base import Network, NetworkSpec, build
+from ness.lab.nets.base import Network, NetworkSpec, Norms, build
+from ness.lab.nets.norms import Statistics, measuring, own_norms, using
 from ness.lab.pauses import Pausing, carried_out, to_the_end
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training, draws_validation, part_of
@@ -86,11 +87,16 @@ class Trainer:
         self.epochs: list[int] = []
         self.seconds: list[float] = []
         self.notes: list[dict[str, Any]] = []  # what the method said about each task
+        self.statistics: dict[int, Statistics] = {}  # of the norms, by task, with norm task
 
     def _built(self, network: NetworkSpec) -> Network:
         classes = [task.classes for task in self.stream.tasks]
         made = {"weights": self.random.weights, "dropout": self.random.step}
-        return build(network, self.stream.shape, classes, self.training.norm, **made, device=self.device)
+        norms: Norms = "stored" if self.training.norm == "stored" else "batch"
+        model = build(network, self.stream.shape, classes, norms, **made, device=self.device)
+        if self.training.norm == "task":
+            own_norms(model)  # or it is refused before any training
+        return model
 
     @property
     def done(self) -> bool:
@@ -203,10 +209,15 @@ class Trainer:
             notes = dict((yield from carried_out(self.method.after_task(learning.lesson))))
         seen = learning.lesson.tasks[-1] + 1
         with self.watch.phase("evaluation"):
+            if self.training.norm == "task":
+                for task in learning.lesson.tasks:
+                    self.statistics[task] = self._measured(task)
+                    yield None
             right = []
             for task in range(seen):
                 self.method.use(task)
-                right.append(self._evaluate(task, "test")[1])
+                with using(self.context.model, self.statistics.get(task, {})):
+                    right.append(self._evaluate(task, "test")[1])
                 yield None
             self.method.use(seen - 1)
             row: list[float | None] = [*torch.stack(right).tolist(), *[None] * (len(self.stream) - seen)]
@@ -227,6 +238,15 @@ class Trainer:
         self.learning, self.start = None, {}
         return Event("learnt", facts)
 
+    @torch.no_grad()
+    def _measured(self, task: int) -> Statistics:
+        """What the task's training images look like to its norms, under the function it is used with."""
+        self.method.use(task)
+        with measuring(self.context.model) as found:
+            for batch in self.data["train"][task].batches(self.orders["train"][task], LARGE_BATCH):
+                self.method.logits(batch)
+        return found
+
     def _evaluate(self, task: int, split: SplitName) -> tuple[torch.Tensor, torch.Tensor]:
         return evaluate(self.method, self.data[split][task], self.orders[split][task])
 
@@ -240,7 +260,14 @@ class Trainer:
         random, host = self.random.state()
         learning, learning_json = ({}, None) if self.learning is None else self.learning.state()
         live = live_tensors(self.method, self.learning.trained if self.learning else ())
-        parts = {"live": live, "start": self.start, "method": method, "random": random, "learning": learning}
+        parts = {
+            "live": live,
+            "start": self.start,
+            "method": method,
+            "random": random,
+            "learning": learning,
+            "norms": self.measured_tensors(),
+        }
         tensors = {f"{part}/{name}": value.detach() for part, held in parts.items() for name, value in held.items()}
         manifest = {
             "at": self.at,
@@ -255,13 +282,22 @@ class Trainer:
         }
         return tensors, manifest
 
+    def measured_tensors(self) -> Tensors:
+        """Each task's own statistics as 'task/norm/mean' and 'task/norm/var'."""
+        return {
+            f"{task}/{name}/{which}": value
+            for task, found in self.statistics.items()
+            for name, pair in found.items()
+            for which, value in zip(("mean", "var"), pair, strict=True)
+        }
+
     def times(self) -> dict[str, float]:
         """Seconds by phase, those before the run was cut included."""
         return together_in_time(self.spent, self.watch.times())
 
     def load_state(self, tensors: Tensors, manifest: dict[str, Any]) -> None:
         """Puts a new trainer of the same settings where `state` was taken."""
-        parts: dict[str, Tensors] = {part: {} for part in ("live", "start", "method", "random", "learning")}
+        parts: dict[str, Tensors] = {part: {} for part in ("live", "start", "method", "random", "learning", "norms")}
         for key, value in tensors.items():
             part, name = key.split("/", 1)
             parts[part][name] = value
@@ -279,3 +315,8 @@ class Trainer:
             copy_into(self.learning.live, parts["live"])
             self.learning.load_state(parts["learning"], manifest["learning"])
         self.random.load_state(parts["random"], manifest["host"])
+        for key in parts["norms"]:
+            task, name, which = key.split("/")
+            if which == "mean":
+                pair = (parts["norms"][f"{task}/{name}/{each}"].to(self.device) for each in ("mean", "var"))
+                self.statistics.setdefault(int(task), {})[name] = next(pair), next(pair)

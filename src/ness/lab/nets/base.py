@@ -72,12 +72,16 @@ class _Norm(_BatchNorm):
     """
 
     parts: int = 1  # equal consecutive parts of a batch that are normalised apart: set by `nets.norms.in_parts`
+    measured: tuple[Tensor, Tensor] | None = None  # mean and variance for eval mode: set by `nets.norms.using`
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, c, ...) to the same shape."""
         self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        batch = self.training or self.running_mean is None
-        held = self.running_mean, self.running_var, self.weight, self.bias
+        mean, var = self.running_mean, self.running_var
+        if self.measured is not None and not self.training:
+            mean, var = self.measured
+        batch = self.training or mean is None
+        held = mean, var, self.weight, self.bias
         if batch and self.parts > 1:
             return batch_norm_in_parts(input, self.parts, *held, self.momentum or 0.0, self.eps)
         with torch.backends.cudnn.flags(enabled=False) if input.is_cuda else nullcontext():
