@@ -35,7 +35,8 @@ def half_space(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[
     """
     dot, square = inner(gradient, reference), inner(reference, reference)
     share = dot / torch.where(square > 0, square, torch.ones_like(square))  # r = 0 has g·r = 0: g stays
-    return [torch.where(dot < 0, g - share * r, g) for g, r in zip(gradient, reference, strict=True)]
+    conflict = dot < 0
+    return [torch.where(conflict, g - share * r, g) for g, r in zip(gradient, reference, strict=True)]
 
 
 def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
