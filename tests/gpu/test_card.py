@@ -15,7 +15,9 @@ from ness.gram import gram_of_rows
 from ness.lab import registry
 from ness.lab.capture import CapturedRunner, PlainRunner
 from ness.lab.environment import repeatable
+from ness.lab.evaluate import evaluate
 from ness.lab.lanes import side_by_side
+from ness.lab.nets import norms
 
 pytestmark = [
     pytest.mark.gpu,
@@ -88,6 +90,23 @@ def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object
                     found += [event.facts["loss"], event.facts["valid_loss"]]  # validation in an order drawn anew
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+def test_batches_in_one_pass_are_captured_and_judged_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = tiny.trainer("finetune", norm="batch", device=CARD)
+    samples = one.data["train"][0]
+    order = torch.arange(250, device=CARD) % len(samples)
+    sizes: list[int] = []
+    one.context.model.norm.register_forward_hook(lambda norm, inputs, y: sizes.append(len(y)))
+    evaluate(one.method, samples, order)
+    assert sizes == [192, 58]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        together = evaluate(one.method, samples, order)
+    graph.replay()
+    monkeypatch.setattr(norms, "on_card", lambda network: False)
+    alone = evaluate(one.method, samples, order)
+    assert torch.allclose(torch.stack(together), torch.stack(alone), rtol=1e-5)
 
 
 @pytest.mark.parametrize("method", ["finetune", "ness", "agem", "ewc", "hat"])
