@@ -34,14 +34,14 @@ def half_space(gradient: Sequence[Tensor], reference: Sequence[Tensor]) -> list[
     [tensor([1., 0.])]
     """
     dot, square = inner(gradient, reference), inner(reference, reference)
-    share = dot / torch.where(square > 0, square, torch.ones_like(square))  # r = 0 has g·r = 0: g stays
-    conflict = dot < 0
-    return [torch.where(conflict, g - share * r, g) for g, r in zip(gradient, reference, strict=True)]
+    share = torch.where(dot < 0, dot / square, 0.0)  # r = 0 has g·r = 0: g stays
+    return [torch.addcmul(g, share, r, value=-1) for g, r in zip(gradient, reference, strict=True)]
 
 
 def inner(one: Sequence[Tensor], other: Sequence[Tensor]) -> Tensor:
-    """The inner product of two vectors in pieces."""
-    return torch.stack([(a * b).sum() for a, b in zip(one, other, strict=True)]).sum()
+    """The inner product of two vectors in pieces, put together first: many pieces would be many small operations."""
+    a, b = (torch.cat([piece.flatten() for piece in each]) for each in (one, other))
+    return (a * b).sum()
 
 
 def portion(total: int, tasks: int) -> int:
