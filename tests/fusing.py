@@ -30,6 +30,7 @@ class Case:
     dy: str = "channels_last"  # or "contiguous", "expanded", "sliced"
     ties: bool = False  # x has few different values
     shift: float = 1.0
+    parts: int = 1  # of the batch, normalised apart; they differ in how widely x is spread
 
     def modules(self, generator: Generator) -> tuple[nn.ReLU | None, Dropout | None, nn.MaxPool2d | None]:
         """What follows the norm."""
@@ -47,8 +48,10 @@ class Case:
         norm.weight.data.normal_()
         norm.bias.data.normal_(0.3)
         norm.requires_grad_(self.affine)
+        norm.parts = self.parts
         layout = torch.contiguous_format if len(self.shape) == 2 else torch.channels_last
-        x = torch.randn(self.shape) * 2 + self.shift
+        spread = 2.0 + torch.arange(self.parts).repeat_interleave(self.shape[0] // self.parts)
+        x = torch.randn(self.shape) * spread.view(-1, *[1] * (len(self.shape) - 1)) + self.shift
         x = x.round() if self.ties else x
         size = (*self.shape[:2], *(side // 2 for side in self.shape[2:])) if self.pool else self.shape
         dy = torch.randn(size)
@@ -104,6 +107,33 @@ def both(case: Case, device: torch.device, patch: pytest.MonkeyPatch) -> tuple[F
     by_modules = made.run()
     patch.undo()
     return by_kernels, by_modules
+
+
+def together_and_apart(case: Case, device: torch.device) -> tuple[Found, Found]:
+    """What the kernels give of a batch in parts, and of its parts one by one, whose gradients of γ and β are summed."""
+    from ness.lab.card import launches
+
+    made = case.on(device)
+    _, dropout, _ = case.modules(Generator(device).manual_seed(2))
+    kept = None if dropout is None else dropout.draw(made.x)
+    steps = launches.Steps(case.add, case.relu, None if dropout is None else dropout.scale, case.pool)
+    gamma, beta = (each.detach() for each in made.norm.parameters())
+
+    def run(parts: int, x: Tensor, dy: Tensor, add: Tensor | None, kept: Tensor | None) -> list[Tensor | None]:
+        found = launches.forward(x, gamma, beta, add, kept, None, 0.0, 1e-5, steps, parts)
+        wanted = {"want_x": case.x_trained, "want_add": case.add, "want_affine": case.affine}
+        return [*found, *launches.backward(dy, x, gamma, beta, found, steps, **wanted)]
+
+    batch = made.x, made.dy, made.add if case.add else None, kept
+    cut = [[None] * case.parts if each is None else each.chunk(case.parts) for each in batch]
+    names = [*launches.Forward._fields, *(f"d{name}" for name in launches.Gradients._fields)]
+    together = dict(zip(names, run(case.parts, *batch), strict=True))
+    one_by_one = [run(1, *part) for part in zip(*cut, strict=True)]
+    joined: Found = {}
+    for name, (first, *more) in zip(names, zip(*one_by_one, strict=True), strict=True):
+        join = sum if name in ("dgamma", "dbeta") else torch.cat
+        joined[name] = None if first is None else join([first, *more])
+    return together, joined
 
 
 def assert_same(found: Found, expected: Found, tolerance: float, strays: float = 0.0) -> None:

@@ -7,11 +7,13 @@ import pytest
 import torch
 from torch import Generator, Tensor
 
-from fusing import AFTER_CONV, ALEXNET, RESNET, Case, Found, assert_same, both
+from fusing import AFTER_CONV, ALEXNET, RESNET, Case, Found, assert_same, both, together_and_apart
 from ness.lab import registry
 from ness.lab.environment import repeatable
 from ness.lab.nets import fused
 from ness.lab.nets.base import Network, Norms, build
+from ness.lab.nets.dropout import Dropout
+from ness.lab.nets.norms import passed_apart
 
 pytestmark = [
     pytest.mark.gpu,
@@ -68,6 +70,68 @@ def test_any_size_of_batch(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
         assert_same(found, expected, 5e-4 if size == 2 and len(case.shape) == 2 else 2e-5, 1e-5)
 
 
+def in_parts(case: Case, parts: int, **changes: object) -> Case:
+    """As many images a part as the case has."""
+    shape = parts * case.shape[0], *case.shape[1:]
+    return replace(case, shape=shape, parts=parts, norms="batch", **changes)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, *RESIDUAL])
+def test_kernels_do_what_the_modules_do_in_parts(shape: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for change in ("batch", "frozen affine", "only affine", "gradient in another order"):
+        assert_as_modules(in_parts((SHAPES | RESIDUAL)[shape], parts), change, monkeypatch)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("shape", [*SHAPES, *RESIDUAL])
+def test_parts_are_what_they_are_alone(shape: str, parts: int, dtype: torch.dtype) -> None:
+    """Bit for bit where a part begins at 16 bytes for all that is known of it when a kernel is built."""
+    case = in_parts((SHAPES | RESIDUAL)[shape], parts, dtype=dtype)
+    together, apart = together_and_apart(case, CARD)
+    assert_same(together, apart, 1e-2 if dtype == torch.bfloat16 else 1e-5, 1e-3)
+    if case.shape[1] * dtype.itemsize % 16 == 0:
+        for key in together.keys() - {"dgamma", "dbeta"}:
+            one, two = together[key], apart[key]
+            assert one is two is None or (one is not None and two is not None and torch.equal(one, two)), key
+
+
+@pytest.mark.parametrize("channels", [5, 20])
+@pytest.mark.parametrize("images", [2, 3, 70])
+def test_parts_that_begin_anywhere(images: int, channels: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Odd numbers of rows and channels, both ways of the kernels."""
+    for case in (
+        Case((images, channels, 9, 7), dropout=0.3, pool=True),
+        Case((images, channels, 9, 7), dropout=0.3, pool=True, dy="contiguous"),
+        Case((images, channels, 9, 7), add=True),
+        Case((10 * images, channels), dropout=0.5),
+    ):
+        for parts in (2, 3):
+            assert_same(*both(in_parts(case, parts), CARD, monkeypatch), 1e-4, 1e-3)
+            assert_same(*together_and_apart(in_parts(case, parts, dtype=torch.bfloat16), CARD), 1e-2, 1e-2)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, *RESIDUAL])
+def test_a_second_derivative_in_parts_is_that_of_the_modules(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = replace(in_parts((SHAPES | RESIDUAL)[shape], 2), dropout=0.0).on(CARD)
+    relu, _, pool = made.case.modules(Generator(CARD))
+    found = []
+    for way in (True, False):
+        with monkeypatch.context() as patch:
+            patch.setattr(fused, "on_card", lambda x, way=way: way)
+            x = made.x.clone().requires_grad_()
+            wanted = [x, *made.norm.parameters()]
+            add = made.add if made.case.add else None
+            y = fused.after(x, made.norm, relu, None, pool, add=add, training=True)
+            first = torch.autograd.grad(y, wanted, made.dy, create_graph=True)
+            squares = sum(each.square().sum() for each in first)
+            second = torch.autograd.grad(squares, wanted, materialize_grads=True)  # β's is 0, with or without a graph
+            found.append([each.detach() for each in (*first, *second)])
+    for one, two in zip(*found, strict=True):
+        assert float((one - two).norm()) <= 1e-3 * float(two.norm())
+
+
 def captured(case: Case) -> Found:
     """What a graph of forward and backward gives, replayed twice on the same numbers."""
     made = case.on(CARD)
@@ -101,9 +165,10 @@ def captured(case: Case) -> Found:
 
 @pytest.mark.parametrize("shape", [*SHAPES, *RESIDUAL])
 def test_captured_twice_it_is_bit_equal(shape: str) -> None:
-    case = (SHAPES | RESIDUAL)[shape]
-    one, two = captured(case), captured(case)
-    assert all(torch.equal(one[name], two[name]) for name in one)  # type: ignore[arg-type]
+    whole = (SHAPES | RESIDUAL)[shape]
+    for case in (whole, in_parts(whole, 2)):
+        one, two = captured(case), captured(case)
+        assert all(torch.equal(one[name], two[name]) for name in one)  # type: ignore[arg-type]
 
 
 def test_a_step_of_the_kernels_does_not_wait_for_the_card() -> None:
@@ -152,6 +217,32 @@ def test_a_whole_network_is_the_same_to_rounding(name: str, norms: Norms, monkey
     for key, value in plain.items():
         assert torch.equal(first[key], second[key]), key
         assert float((first[key] - value).norm() / value.norm()) < 1e-2, key
+
+
+@pytest.mark.parametrize("name", ["alexnet", "resnet18-32", "resnet18-84"])
+def test_a_network_in_parts_is_two_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All blocks by the kernels. Without TF32, whose rounding would make more of a difference."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    side, calls, real = 84 if name.endswith("84") else 32, [], fused._together
+    monkeypatch.setattr(fused, "_together", lambda *args: calls.append(1) or real(*args))
+    images = torch.randn(128, 3, side, side, generator=Generator().manual_seed(3)).to(CARD)
+    images = images.contiguous(memory_format=torch.channels_last)
+    found, counted = [], []
+    for apart in (True, False):
+        net = network(name, "batch").train()
+        for module in net.modules():
+            if isinstance(module, Dropout):
+                module.p = 0.0
+        calls.clear()
+        one_by_one = [] if apart else [net.features(each) for each in images.chunk(2)]
+        features = passed_apart(net, images, [64, 64]) if apart else torch.cat(one_by_one)
+        counted.append(len(calls))
+        features.square().mean().backward()
+        gradients = [value.grad for value in net.parameters() if value.grad is not None]
+        found.append([features.detach(), *gradients])
+    assert counted[1] == 2 * counted[0] > 0
+    for one, two in zip(*found, strict=True):
+        assert float((one - two).norm() / two.norm()) < 1e-2
 
 
 @pytest.mark.parametrize("name", ["alexnet", "resnet18-32", "resnet18-84"])

@@ -2,17 +2,19 @@
 
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from fusing import Case, assert_same, both
+from fusing import ALEXNET, Case, assert_same, both, together_and_apart
 from ness import NessError, NessWarning
 from ness.lab.nets import fused
 from ness.lab.nets.alexnet import ConvBlock, WideBlock
-from ness.lab.nets.base import norm2d
+from ness.lab.nets.base import Norms, norm2d
 from ness.lab.nets.dropout import Dropout
 from ness.lab.nets.norms import in_parts
 from ness.lab.nets.resnet import Block
@@ -35,8 +37,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return found
 
 
-def block() -> ConvBlock:
-    made = ConvBlock(3, 8, 1, 0.2, "stored").to(memory_format=torch.channels_last)
+def block(norms: Norms = "stored") -> ConvBlock:
+    made = ConvBlock(3, 8, 1, 0.2, norms).to(memory_format=torch.channels_last)
     made.dropout.generator = Generator().manual_seed(1)
     return made.train()
 
@@ -99,15 +101,6 @@ def test_a_block_or_norm_in_eval_mode_is_not_fused(calls: list[int], part: str) 
     assert not calls
 
 
-def test_a_norm_in_parts_is_not_fused(calls: list[int]) -> None:
-    made = block()
-    with in_parts(made, 2):
-        made(IMAGES)
-    assert not calls
-    made(IMAGES)
-    assert calls
-
-
 def test_what_the_kernels_cannot_read_is_left_to_the_modules(calls: list[int]) -> None:
     relu, good = nn.ReLU(), torch.randn(4, 8, 6, 6).contiguous(memory_format=torch.channels_last)
     norm = norm2d(8, "batch")
@@ -135,6 +128,20 @@ def test_what_the_kernels_cannot_read_is_left_to_the_modules(calls: list[int]) -
         fuses(good[:1, :, :1, :1])
     with pytest.raises(RuntimeError, match=r"running_mean should contain 8 elements not 4"):
         fuses(norm=norm2d(4, "stored"))
+
+
+@pytest.mark.parametrize("norms", ["batch", "stored"])
+def test_parts_are_fused_where_they_are_equal_and_move_no_running_statistics(calls: list[int], norms: Norms) -> None:
+    made = block(norms)
+    with in_parts(made, 2):
+        made(IMAGES)
+        assert bool(calls) == (norms == "batch")
+    with in_parts(made, 3), pytest.raises(NessError, match="a batch of 4 in 3 parts"):
+        made(IMAGES)
+    made.conv = nn.Conv2d(3, 8, 6)
+    made.pool = nn.Identity()
+    with in_parts(made, 4), pytest.raises(NessError, match="at least 2 values"):
+        made(IMAGES)
 
 
 def test_without_triton_the_modules_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -218,15 +225,126 @@ def test_kernels_do_what_the_modules_do(name: str, monkeypatch: pytest.MonkeyPat
     assert_same(found, expected, 3e-2 if narrow else 2e-4 if case.shift > 10 else 1e-5, 1e-2 if narrow else 0.0)
 
 
+IN_PARTS = {
+    name: replace(case, norms="batch")
+    for name, case in {
+        "conv": replace(CONV, shape=(6, 20, 9, 8)),
+        "five channels": replace(CONV, shape=(12, 5, 7, 6)),
+        "gradient in another order": replace(CONV, shape=(6, 20, 9, 8), dy="contiguous"),
+        "every second gradient": replace(CONV, shape=(6, 8, 4, 4), dy="sliced"),
+        "frozen affine": replace(CONV, shape=(6, 20, 4, 5), affine=False),
+        "only affine": replace(CONV, shape=(6, 20, 4, 5), x_trained=False),
+        "bfloat16": replace(CONV, shape=(6, 20, 9, 8), dtype=torch.bfloat16),
+        "norm and relu": Case((6, 5, 7, 7)),
+        "norm alone": Case((6, 40, 5, 3), relu=False),
+        "sum": Case((6, 20, 6, 5), add=True),
+        "sum, many rows": Case((12, 20, 11, 11), add=True, dy="contiguous"),
+        "sum, five channels": Case((18, 5, 7, 7), add=True),
+        "sum in bfloat16": Case((6, 20, 7, 7), add=True, dtype=torch.bfloat16),
+        "wide": Case((66, 40), dropout=0.5),
+        "wide, five channels": Case((24, 5), dropout=0.5, dy="expanded"),
+    }.items()
+}
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("name", [name for name, case in IN_PARTS.items() if case.dtype == torch.float32])
+@pytest.mark.usefixtures("kernels")
+def test_kernels_do_what_the_modules_do_in_parts(name: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert_same(*both(replace(IN_PARTS[name], parts=parts), CPU, monkeypatch), 1e-5)
+
+
+@pytest.mark.parametrize("parts", [2, 3])
+@pytest.mark.parametrize("name", IN_PARTS)
+@pytest.mark.usefixtures("kernels")
+def test_parts_are_bit_for_bit_what_they_are_alone(name: str, parts: int) -> None:
+    together, apart = together_and_apart(replace(IN_PARTS[name], parts=parts), CPU)
+    for key, value in apart.items():
+        found = together[key]
+        assert (found is None) == (value is None), key
+        if value is not None and found is not None:
+            assert torch.equal(found, value) if key not in ("dgamma", "dbeta") else torch.allclose(found, value), key
+
+
+@pytest.mark.usefixtures("kernels")
+def test_running_statistics_of_parts_are_refused() -> None:
+    from ness.lab.card import launches
+
+    one = torch.ones(8)
+    with pytest.raises(AssertionError, match="running statistics"):
+        launches.forward(torch.randn(4, 8), one, one, None, None, (one, one), 0.1, 1e-5, launches.Steps(), 2)
+
+
+LAUNCHED = {  # for a batch as one: programs, tile sizes as the kernel names them, warps
+    (64, 64, 29, 29): [
+        ("statistics", (421, 2), (128, 32), 8),
+        ("finish_statistics", (8,), (512, 8), 8),
+        ("put_windows", (784, 1), (16, 64), 4),
+        ("sums", (196, 2), (64, 32), 4),
+        ("finish_sums", (8,), (256, 8), 4),
+        ("give_windows", (900, 1), (16, 64), 4),
+    ],
+    (64, 128, 12, 12): [
+        ("statistics", (72, 4), (128, 32), 8),
+        ("finish_statistics", (16,), (128, 8), 4),
+        ("put_windows", (144, 2), (16, 64), 4),
+        ("sums", (36, 4), (64, 32), 4),
+        ("finish_sums", (16,), (64, 8), 4),
+        ("give_windows", (144, 2), (16, 64), 4),
+    ],
+    (64, 256, 5, 5): [("whole_forward", (32,), (1024, 256, 8), 8), ("whole_backward", (32,), (1024, 256, 8), 8)],
+    (64, 2048): [("whole_forward", (128,), (64, 64, 16), 4), ("whole_backward", (128,), (64, 64, 16), 4)],
+}
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3])
+@pytest.mark.parametrize("case", ALEXNET, ids=lambda case: str(case.shape))
+def test_parts_are_more_programs_of_the_same_kind(case: Case, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One part is launched as a batch always was: the bits of a seed depend on it."""
+    pytest.importorskip("triton")
+    from ness.lab.card import kernels
+
+    seen: list[tuple[str, tuple[int, ...], dict[str, object], object]] = []
+
+    class Recorded:
+        def __init__(self, name: str) -> None:
+            self.name, self.arguments = name, getattr(kernels, name).arg_names
+
+        def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+            return partial(self.launch, grid)
+
+        def launch(self, grid: tuple[int, ...], *values: object, num_warps: int) -> None:
+            given = dict(zip(self.arguments, values, strict=True))
+            seen.append((self.name, grid, {key: x for key, x in given.items() if not isinstance(x, Tensor)}, num_warps))
+
+    for name in {launched[0] for each in LAUNCHED.values() for launched in each}:
+        monkeypatch.setattr(kernels, name, Recorded(name))
+    together_and_apart(replace(case, shape=(parts * 64, *case.shape[1:]), parts=parts, norms="batch"), CPU)
+    together, one = seen[: len(LAUNCHED[case.shape])], seen[-len(LAUNCHED[case.shape]) :]
+    assert [
+        (name, grid[:-1], tuple(given[key] for key in given if key in ("TALL", "TALL_POOLED", "FEW", "LANES")), warps)
+        for name, grid, given, warps in one
+    ] == LAUNCHED[case.shape]
+    assert [
+        (name, (*grid[:-1], parts), given | {"APART": parts > 1}, warps) for name, grid, given, warps in one
+    ] == together
+    assert {given["APART"] for _, _, given, _ in one} == {False}
+
+
+@pytest.mark.parametrize("parts", [1, 2])
 @pytest.mark.parametrize("kind", ["conv", "residual"])
 @pytest.mark.usefixtures("kernels")
-def test_a_second_derivative_is_that_of_the_modules(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_derivative_is_that_of_the_modules(kind: str, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    norms: Norms = "stored" if parts == 1 else "batch"
     found = []
     for way in (True, False):
         monkeypatch.setattr(fused, "on_card", lambda x, way=way: way)
         torch.manual_seed(1)
-        made: nn.Module = block() if kind == "conv" else Block(3, 8, 2, "stored").to(memory_format=torch.channels_last)
-        first = torch.autograd.grad(made(IMAGES).square().sum(), list(made.parameters()), create_graph=True)
+        made: nn.Module = block(norms) if kind == "conv" else Block(3, 8, 2, norms)
+        made.to(memory_format=torch.channels_last)
+        with in_parts(made, parts):
+            out = made(IMAGES)
+        first = torch.autograd.grad(out.square().sum(), list(made.parameters()), create_graph=True)
         second = torch.autograd.grad(sum(each.square().sum() for each in first), list(made.parameters()))
         found.append([each.detach() for each in (*first, *second)])
     for one, two in zip(*found, strict=True):

@@ -8,6 +8,9 @@ Memory is (rows, C): a row is a place of an image, its channels lie side by side
 A column in the second way is not a channel: K rows are read as one line of K·C numbers, so that 20 channels leave no
 thread idle; column v is channel v % C, and the finishing kernel adds up.
 
+A batch in parts (APART) has as many programs along the grid's last axis, each with the rows of one part and with its
+mean, 1/√(var + eps) and sums: (parts, C). `rows`, `images` and the like are those of one part.
+
 Bytes a number of x in float32 (places of a pooled map are a quarter), against which a kernel can be measured. Forward:
 4 for the statistics; 4 read, 1 of the dropout mask, and 4 put out, or pooled (4 + 1 + 4)/4: result, code, winning x.
 Backward: 8 for the sums, or pooled 9/4; then 8 read and 4 put out, or pooled 4 + 5/4 and 4. A sum's ReLU and dropout
@@ -31,6 +34,12 @@ def _offset(x, row, channel, C: tl.constexpr):
     """Where the channels of rows lie; a thread is to take 16 bytes of x, however narrow what it reads beside x is."""
     offset = row[:, None] * C + channel[None, :]
     return tl.max_contiguous(offset, [1, 128 // x.dtype.element_ty.primitive_bitwidth])
+
+
+@triton.jit
+def _part(pointer, part, rows, C: tl.constexpr):
+    """Where a part begins; that C is known when this is built says how it is aligned, `rows` does not."""
+    return pointer + part * rows * C
 
 
 @triton.jit
@@ -214,9 +223,14 @@ def whole_forward(
     rows, images, momentum, eps, scale,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     RELU: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr, POOL: tl.constexpr, TRACK: tl.constexpr,
-    TALL: tl.constexpr, TALL_POOLED: tl.constexpr, FEW: tl.constexpr,
+    TALL: tl.constexpr, TALL_POOLED: tl.constexpr, FEW: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Statistics and result."""
+    if APART:
+        part, places = tl.program_id(1), images * ((H // 2) * (W // 2)) if POOL else rows
+        x, add, kept = _part(x, part, rows, C), _part(add, part, rows, C), _part(kept, part, rows, C)
+        y, code, won = _part(y, part, places, C), _part(code, part, places, C), _part(won, part, places, C)
+        means, invstds = means + part * C, invstds + part * C
     channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
     held = channel < C
     count = tl.zeros([FEW], tl.float32)
@@ -264,9 +278,16 @@ def whole_backward(
     rows, images, scale, sn, sc, sh, sw,
     C: tl.constexpr, H: tl.constexpr, W: tl.constexpr,
     RELU: tl.constexpr, CODE: tl.constexpr, POOL: tl.constexpr, DX: tl.constexpr, D_ADD: tl.constexpr,
-    TALL: tl.constexpr, TALL_POOLED: tl.constexpr, FEW: tl.constexpr,
+    TALL: tl.constexpr, TALL_POOLED: tl.constexpr, FEW: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Gradients of γ and β, then of x and of what was added."""
+    if APART:
+        part, places = tl.program_id(1), images * ((H // 2) * (W // 2)) if POOL else rows
+        x, dx, d_add = _part(x, part, rows, C), _part(dx, part, rows, C), _part(d_add, part, rows, C)
+        code, won = _part(code, part, places, C), _part(won, part, places, C)
+        dy = dy + part * images * sn if POOL else _part(dy, part, rows, C)
+        dgammas, dbetas = dgammas + part * C, dbetas + part * C
+        means, invstds = means + part * C, invstds + part * C
     channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
     held = channel < C
     mean = tl.load(means + channel, mask=held, other=0.0)
@@ -326,9 +347,14 @@ def whole_backward(
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def statistics(
     x, partial_means, partial_squares, rows, blocks,
-    C: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, LANES: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, TALL: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
-    """Mean and sum of squared deviations of `blocks` tiles, of each column: (programs, K, C)."""
+    """Mean and sum of squared deviations of `blocks` tiles, of each column: (parts, programs, K, C)."""
+    if APART:
+        part, programs = tl.program_id(2), tl.num_programs(0)
+        x = _part(x, part, rows, C)
+        partial_means = _part(partial_means, part, programs, K * C)
+        partial_squares = _part(partial_squares, part, programs, K * C)
     column = tl.program_id(1) * LANES + tl.arange(0, LANES)
     count = tl.zeros([LANES], tl.float32)
     mean = tl.zeros([LANES], tl.float32)
@@ -347,12 +373,17 @@ def statistics(
 @triton.jit(do_not_specialize=["rows", "entries", "span"])
 def finish_statistics(
     partial_means, partial_squares, means, invstds, running_mean, running_var, rows, entries, span, momentum, eps,
-    C: tl.constexpr, K: tl.constexpr, TRACK: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, TRACK: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Moments of each channel from those of `entries` blocks, (blocks, K) in memory, a block of `span` lines of K rows.
 
     Means are counted from the first block's, which is near them all: then squares of large means cannot cancel.
     """
+    if APART:
+        part = tl.program_id(1)
+        partial_means = _part(partial_means, part, entries, C)
+        partial_squares = _part(partial_squares, part, entries, C)
+        means, invstds = means + part * C, invstds + part * C
     channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
     held = channel < C
     origin = tl.load(partial_means + channel, mask=held, other=0.0)
@@ -391,9 +422,14 @@ def finish_statistics(
 def put_places(
     x, add, kept, y, code, means, invstds, gammas, betas, rows, scale,
     C: tl.constexpr, K: tl.constexpr, RELU: tl.constexpr, KEPT: tl.constexpr, ADD: tl.constexpr,
-    TALL: tl.constexpr, LANES: tl.constexpr,
+    TALL: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The result where nothing is pooled."""
+    if APART:
+        part = tl.program_id(2)
+        x, add, kept = _part(x, part, rows, C), _part(add, part, rows, C), _part(kept, part, rows, C)
+        y, code = _part(y, part, rows, C), _part(code, part, rows, C)
+        means, invstds = means + part * C, invstds + part * C
     line = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * LANES + tl.arange(0, LANES)
     channel = column % C
@@ -407,9 +443,15 @@ def put_places(
 @triton.jit(do_not_specialize=["places"])
 def put_windows(
     x, kept, y, code, won, means, invstds, gammas, betas, places, scale,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KEPT: tl.constexpr, TALL: tl.constexpr, LANES: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, KEPT: tl.constexpr,
+    TALL: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """The pooled result."""
+    if APART:
+        part, images = tl.program_id(2), places // ((H // 2) * (W // 2))
+        x, kept = _part(x, part, images, H * W * C), _part(kept, part, images, H * W * C)
+        y, code, won = _part(y, part, places, C), _part(code, part, places, C), _part(won, part, places, C)
+        means, invstds = means + part * C, invstds + part * C
     place = tl.program_id(0) * TALL + tl.arange(0, TALL)
     channel = tl.program_id(1) * LANES + tl.arange(0, LANES)
     held = channel < C
@@ -423,9 +465,16 @@ def put_windows(
 @triton.jit(do_not_specialize=["rows", "blocks"])
 def sums(
     x, dy, code, partial_sums, partial_products, means, invstds, gammas, betas, rows, blocks, scale,
-    C: tl.constexpr, K: tl.constexpr, RELU: tl.constexpr, CODE: tl.constexpr, TALL: tl.constexpr, LANES: tl.constexpr,
+    C: tl.constexpr, K: tl.constexpr, RELU: tl.constexpr, CODE: tl.constexpr,
+    TALL: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Σg and Σg (x - mean) of `blocks` tiles, of each column; x of pooled maps is that of the winners."""
+    if APART:
+        part, programs = tl.program_id(2), tl.num_programs(0)
+        x, dy, code = _part(x, part, rows, C), _part(dy, part, rows, C), _part(code, part, rows, C)
+        means, invstds = means + part * C, invstds + part * C
+        partial_sums = _part(partial_sums, part, programs, K * C)
+        partial_products = _part(partial_products, part, programs, K * C)
     column = tl.program_id(1) * LANES + tl.arange(0, LANES)
     channel = column % C
     mean, beta = tl.load(means + channel), tl.load(betas + channel)
@@ -447,9 +496,14 @@ def sums(
 @triton.jit(do_not_specialize=["entries"])
 def finish_sums(
     partial_sums, partial_products, invstds, dgammas, dbetas, entries,
-    C: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr,
+    C: tl.constexpr, TALL: tl.constexpr, FEW: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Gradients of γ and β from the sums of `entries` blocks."""
+    if APART:
+        part = tl.program_id(1)
+        partial_sums = _part(partial_sums, part, entries, C)
+        partial_products = _part(partial_products, part, entries, C)
+        invstds, dgammas, dbetas = invstds + part * C, dgammas + part * C, dbetas + part * C
     channel = tl.program_id(0) * FEW + tl.arange(0, FEW)
     held = channel < C
     total = tl.zeros([FEW], tl.float32)
@@ -468,9 +522,15 @@ def finish_sums(
 def give_places(
     x, dy, code, dx, d_add, dgammas, dbetas, means, invstds, gammas, betas, rows, scale,
     C: tl.constexpr, K: tl.constexpr, RELU: tl.constexpr, CODE: tl.constexpr, DX: tl.constexpr, D_ADD: tl.constexpr,
-    TALL: tl.constexpr, LANES: tl.constexpr,
+    TALL: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Gradients of x and of what was added, where nothing was pooled."""
+    if APART:
+        part = tl.program_id(2)
+        x, dy, code = _part(x, part, rows, C), _part(dy, part, rows, C), _part(code, part, rows, C)
+        dx, d_add = _part(dx, part, rows, C), _part(d_add, part, rows, C)
+        dgammas, dbetas = dgammas + part * C, dbetas + part * C
+        means, invstds = means + part * C, invstds + part * C
     line = tl.program_id(0) * TALL + tl.arange(0, TALL)
     column = tl.program_id(1) * LANES + tl.arange(0, LANES)
     channel = column % C
@@ -490,9 +550,15 @@ def give_places(
 @triton.jit(do_not_specialize=["windows", "rows"])
 def give_windows(
     x, dy, code, dx, dgammas, dbetas, means, invstds, gammas, windows, rows, scale, sn, sc, sh, sw,
-    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, TALL: tl.constexpr, LANES: tl.constexpr,
+    C: tl.constexpr, H: tl.constexpr, W: tl.constexpr, TALL: tl.constexpr, LANES: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """Gradient of x from that of the pooled result, every place once."""
+    if APART:
+        part, images = tl.program_id(2), rows // (H * W)
+        x, dx, dy = _part(x, part, rows, C), _part(dx, part, rows, C), dy + part * images * sn
+        code = _part(code, part, images, (H // 2) * (W // 2) * C)
+        dgammas, dbetas = dgammas + part * C, dbetas + part * C
+        means, invstds = means + part * C, invstds + part * C
     window = tl.program_id(0) * TALL + tl.arange(0, TALL)
     channel = tl.program_id(1) * LANES + tl.arange(0, LANES)
     held = channel < C

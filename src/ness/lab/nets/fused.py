@@ -16,6 +16,7 @@ from torch.nn import functional as F
 from ness.errors import NessWarning
 from ness.lab.nets.base import BatchNorm1d, BatchNorm2d
 from ness.lab.nets.dropout import Dropout, masked
+from ness.lab.nets.parts import batch_norm_in_parts
 
 
 def after(
@@ -93,10 +94,13 @@ def replaceable(
     add: Tensor | None,
 ) -> bool:
     """Whether the kernels do what these modules, as they are now, would do."""
-    if type(norm) not in (BatchNorm1d, BatchNorm2d) or not norm.training or norm.parts != 1:
+    if type(norm) not in (BatchNorm1d, BatchNorm2d) or not norm.training:
         return False
     if norm.num_features != x.shape[1] or isinstance(norm, BatchNorm1d) != (x.ndim == 2):
         return False  # the norm says what is wrong
+    own: Any = norm
+    if own.parts > 1 and (own.running_mean is not None or len(x) % own.parts or x.numel() == own.parts * x.shape[1]):
+        return False  # running statistics move once a part, or the norm says what is wrong
     affine = norm.weight, norm.bias
     if not all(isinstance(each, Tensor) and each.dtype == torch.float32 and each.is_contiguous() for each in affine):
         return False
@@ -139,7 +143,7 @@ def _together(
     scale = None if kept is None else dropout.scale
     steps = launches.Steps(add is not None, relu is not None, scale, pool is not None)
     running = None if norm.running_mean is None else (norm.running_mean, norm.running_var)
-    held = norm.weight, norm.bias, add, kept, running, norm.momentum or 0.0, norm.eps, steps
+    held = norm.weight, norm.bias, add, kept, running, norm.momentum or 0.0, norm.eps, steps, norm.parts
     out: Tensor = _After.apply(x, *held)  # type: ignore[no-untyped-call]
     return out
 
@@ -159,12 +163,13 @@ class _After(torch.autograd.Function):
         momentum: float,
         eps: float,
         steps: Any,
+        parts: int,
     ) -> Tensor:
         launches: Any = _launches()
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            found = launches.forward(x, gamma, beta, add, kept, running, float(momentum), eps, steps)
+            found = launches.forward(x, gamma, beta, add, kept, running, float(momentum), eps, steps, parts)
         ctx.save_for_backward(x, gamma, beta, add, kept, *found[1:])
-        ctx.steps, ctx.eps = steps, eps
+        ctx.steps, ctx.eps, ctx.parts = steps, eps, parts
         y: Tensor = found.y
         return y
 
@@ -173,13 +178,15 @@ class _After(torch.autograd.Function):
         x, gamma, beta, add, kept, *found = ctx.saved_tensors
         wanted = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():
-            return *_differentiable((x, gamma, beta, add), wanted, kept, dy, ctx.eps, ctx.steps), *[None] * 5
+            held = kept, dy, ctx.eps, ctx.steps, ctx.parts
+            return *_differentiable((x, gamma, beta, add), wanted, *held), *[None] * 6
         launches: Any = _launches()
         saved = launches.Forward(dy, *found)
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
-            each = launches.backward(dy, x, gamma, beta, saved, ctx.steps, want_x=wanted[0], want_add=wanted[3])
-        dgamma, dbeta = (value if want else None for value, want in zip(each[2:], wanted[1:3], strict=True))
-        return each.x, dgamma, dbeta, each.add, *[None] * 5
+            each = launches.backward(
+                dy, x, gamma, beta, saved, ctx.steps, want_x=wanted[0], want_add=wanted[3], want_affine=any(wanted[1:3])
+            )
+        return each.x, each.gamma, each.beta, each.add, *[None] * 6
 
 
 def _differentiable(
@@ -189,11 +196,15 @@ def _differentiable(
     dy: Tensor,
     eps: float,
     steps: Any,
+    parts: int,
 ) -> list[Tensor | None]:
     """The gradients of those inputs that are wanted, as a graph of torch's own operations."""
     x, gamma, beta, add = inputs
     with torch.backends.cudnn.flags(enabled=False):  # as the norm itself does
-        y = F.batch_norm(x, None, None, gamma, beta, True, 0.0, eps)
+        if parts > 1:
+            y = batch_norm_in_parts(x, parts, None, None, gamma, beta, 0.0, eps)
+        else:
+            y = F.batch_norm(x, None, None, gamma, beta, True, 0.0, eps)
         y = y if add is None else y + add
         y = F.relu(y) if steps.relu else y
         y = y if kept is None else masked(y, kept, steps.scale)
