@@ -1,18 +1,22 @@
 """DFGP and SAM against their definitions."""
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 import tiny
 from ness import NessError
-from ness.lab import optimizers
+from ness.lab import optimizers, registry
 from ness.lab.jobs import resolve
 from ness.lab.loader import Batch
-from ness.lab.methods.dfgp import Mixed, ascended, beta_shares, mixed, mixed_loss
+from ness.lab.methods import dfgp
+from ness.lab.methods.dfgp import Dfgp, Mixed, ascended, beta_shares, mixed, mixed_loss
 
 
 def generator(seed: int = 0) -> torch.Generator:
@@ -115,6 +119,50 @@ def test_mix_up_and_sam_each_change_the_run() -> None:
         assert not any(tiny.same(one, other) for other in runs[:number])
     without = tiny.to_the_end(tiny.trainer("gpm", epochs=1, optimizer="sam", growth=0.0))
     assert tiny.same(runs[1], without)  # FGP is GPM with SAM
+
+
+class Penalised(Dfgp):
+    def loss(self, batch: Batch) -> Tensor:
+        return super().loss(batch) + self.layers["fc"].weight.square().sum()
+
+
+def both_losses(kind: type[Dfgp] = Dfgp, **changes: Any) -> tuple[list[int], dict[str, Tensor]]:
+    """Sizes of the passes that the loss of raw and mixed images takes, then the loss, its gradients and buffers."""
+    one = tiny.trainer(replace(registry.all_methods()["dfgp"], build=kind), **changes)
+    model, method = one.context.model.train(), one.method
+    assert isinstance(model, tiny.TinyNet)
+    assert isinstance(method, Dfgp)
+    model.dropout.p = 0.0  # masks are drawn for one pass or for two
+    batch, sizes = one.data["train"][0].take(torch.arange(16)), []
+    model.register_forward_pre_hook(lambda module, inputs: sizes.append(len(inputs[0])))
+    share = beta_shares(16, 2.0, generator()).requires_grad_()
+    loss = method._both(batch, torch.arange(16).flip(0), share)
+    loss.backward()
+    found = {name: value.grad for name, value in model.named_parameters() if value.grad is not None}
+    assert share.grad is not None
+    return sizes, {"loss": loss.detach(), "share": share.grad, **found, **dict(model.named_buffers())}
+
+
+@pytest.mark.parametrize("labels", ["correct", "swapped"])
+def test_one_pass_of_raw_and_mixed_images_is_two(labels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"norm": "batch", "mix_labels": labels, "mix_weight": 1.0}
+    sizes, two = both_losses(**changes)
+    assert sizes == [16, 16]
+    monkeypatch.setattr(dfgp, "on_card", lambda x: True)
+    sizes, one = both_losses(**changes)
+    assert sizes == [32]
+    assert one.keys() == two.keys()
+    for name, value in two.items():
+        torch.testing.assert_close(one[name], value, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(("kind", "norm"), [(Dfgp, "stored"), (Penalised, "batch")])
+def test_stored_statistics_and_a_loss_of_its_own_take_two_passes(kind, norm, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, before = both_losses(kind, norm=norm)
+    monkeypatch.setattr(dfgp, "on_card", lambda x: True)
+    again, found = both_losses(kind, norm=norm)
+    assert sizes == again == [16, 16]
+    assert all(torch.equal(found[name], value) for name, value in before.items())
 
 
 def test_presets_and_bad_settings() -> None:

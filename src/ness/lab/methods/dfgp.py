@@ -13,10 +13,12 @@ from torch.nn import functional as F
 
 from ness.lab import optimizers
 from ness.lab.loader import Batch
+from ness.lab.losses import cross_entropy
 from ness.lab.methods._project import ADAM
-from ness.lab.methods.base import MethodSpec, clear
+from ness.lab.methods.base import Method, MethodSpec, clear
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check, kept_at_most
-from ness.lab.nets.norms import without_update
+from ness.lab.nets.fused import on_card
+from ness.lab.nets.norms import in_parts, takes_parts, without_update
 from ness.lab.settings import check_ranges, setting
 
 
@@ -95,13 +97,26 @@ class Dfgp(Gpm):
         return loss
 
     def _both(self, batch: Batch, partner: Tensor, share: Tensor) -> Tensor:
-        """CE(f(x), y) + w·CE(f(x̃), ỹ): two passes, so BatchNorm sees raw and mixed images apart."""
+        """CE(f(x), y) + w·CE(f(x̃), ỹ), where BatchNorm sees raw and mixed images apart."""
         mix = mixed(batch, partner, share)
-        raw: Tensor = self.loss(batch)
-        with without_update(self.model):
-            logits: Tensor = self.model(mix.images, batch.task)
+        if self._in_one_pass(batch):
+            with in_parts(self.model, 2):
+                own, logits = self.model(torch.cat([batch.images, mix.images]), batch.task).chunk(2)
+            raw = cross_entropy(own, batch)
+        else:
+            raw = self.loss(batch)
+            with without_update(self.model):
+                logits = self.model(mix.images, batch.task)
         weight: float = self.own.mix_weight
         return raw + weight * mixed_loss(logits, mix, self.own.mix_labels)
+
+    def _in_one_pass(self, batch: Batch) -> bool:
+        """Whether raw and mixed images share a pass: where kernels normalise both in the launches of one.
+
+        Not where statistics are stored, which count raw images alone, nor under a loss or logits of a subclass's own.
+        """
+        plain = type(self).loss is Method.loss and type(self).logits is Method.logits
+        return plain and self.context.training.norm == "batch" and on_card(batch.images) and takes_parts(self.model)
 
 
 def check_dfgp(settings: Any) -> None:
