@@ -60,8 +60,10 @@ class Projector:
         with full_precision(rows):
             if self.how == "dense":
                 return rows @ self.matrix
-            inside = (rows @ self.matrix) @ self.matrix.mT
-            return inside if self.how == "basis" else rows * self.squared_scale - inside
+            inside = rows @ self.matrix
+            if self.how == "basis":
+                return inside @ self.matrix.mT
+            return torch.baddbmm(rows * self.squared_scale, inside, self.matrix.mT, alpha=-1)
 
     def to(self, device: torch.device) -> Projector:
         """The same on another device."""

@@ -24,11 +24,12 @@ class Removal:
     factors: tuple[Tensor, ...]
 
     def __call__(self, gradient: Tensor) -> Tensor:
-        """The gradient (…, o, d) without its part in Π."""
+        """The gradient (o, d) without its part in Π."""
+        *factors, last = self.factors
         part = gradient
-        for factor in self.factors:
+        for factor in factors:
             part = part @ factor
-        return gradient - part
+        return torch.addmm(gradient, part, last, alpha=-1)
 
     @property
     def nothing(self) -> bool:
@@ -60,7 +61,10 @@ def put_gradient(layer: Layer, matrix: Tensor) -> None:
     """Makes a matrix (o, width) the gradient of [W b]."""
     weight, bias = split(layer, matrix)
     assert layer.weight.grad is not None
-    layer.weight.grad.copy_(weight)
+    if weight.stride() == layer.weight.stride():
+        layer.weight.grad = weight
+    else:  # on a card convolutions are laid out channels last, and an optimizer wants gradients to be so too
+        layer.weight.grad.copy_(weight)
     if bias is not None and layer.bias is not None and layer.bias.grad is not None:
         layer.bias.grad.copy_(bias)
 
