@@ -52,8 +52,8 @@ def trainer(
 ) -> Trainer:
     size = 84 if network.endswith("84") else 32
     bench = Benchmark("random", "", network, 2, partial(stream, size, 10))
-    changes = {"epochs": epochs, "lr": 1e-3, "lr_min": 0.0, "weight_decay": 1e-4}
-    job = resolve(method, bench, changes=changes | ({"eps": EPS} if method == "ness" else {}))
+    changes = {"epochs": epochs, "lr": 1e-3, "lr_min": 0.0, **OWN.get(method, {})}
+    job = resolve(method, bench, changes=changes)
     net = registry.find("network", network, registry.all_networks())
     runner = runner_for(device, plain)
     return Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner, fast=fast)
@@ -102,12 +102,15 @@ def synchronize(device: torch.device) -> None:
 
 
 METHODS = {"captured": "ness", "unconstrained": "finetune", "ness-plus": "ness-plus"}
+DECAY = {"weight_decay": 1e-4}
+OWN = {"ness": {"eps": EPS, **DECAY}, "finetune": DECAY, "ness-plus": DECAY}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="*", default=["alexnet", "resnet18-84", "resnet18-32"])
     parser.add_argument("--lanes", nargs="*", type=int, default=[1, 5, 16])
+    parser.add_argument("--also", nargs="*", default=[], metavar="METHOD", help="steps of other methods too")
     asked = parser.parse_args()
     allow_many_streams()
     if not torch.cuda.is_available():
@@ -125,7 +128,7 @@ def main() -> None:
         with repeatable(device):
             print(f"{network}: free directions {free_directions(network, device)}", flush=True)
             say("plain loop", milliseconds("ness", network, [1], device, plain=True)[0])
-            for label, method in METHODS.items():
+            for label, method in {**METHODS, **{name: name for name in asked.also}}.items():
                 for lanes, value in zip(asked.lanes, milliseconds(method, network, asked.lanes, device), strict=True):
                     say(f"{label}, {lanes} lanes", value)
         for lanes in asked.lanes:
