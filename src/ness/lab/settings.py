@@ -43,8 +43,8 @@ class Training:
     mixup: float = setting(0.0, "a of Beta(a, a) in mix-up, one share a batch; 0 is off")
     norm: Literal["batch", "stored", "task"] = setting(
         "batch",
-        "BatchNorm at test: the test batch's statistics, running ones of training, or each task's own, measured once "
-        "on its training images after it was learnt",
+        "BatchNorm at test: the test batch's statistics; running ones of training, which dropout distorts; or each "
+        "task's own, measured once on its training images after it was learnt",
     )
     valid_order: Literal["drawn", "fixed"] = setting(
         "drawn", "the batches of each validation, unless norm is stored: drawn anew every epoch, or always the same"
