@@ -1,5 +1,6 @@
 """Where a captured step's time goes on a CUDA card: its kernels, how often each runs and how long, alone on the card.
 
+Those of an epoch, its short validation included, divided by its steps.
 With lanes side by side kernels overlap, so a step takes less than their sum; what is long here is what they fight for.
 """
 
@@ -8,6 +9,7 @@ from collections import defaultdict
 
 import torch
 from gpu_step import STEPS, some_epochs, synchronize, to_second_task, trainer
+from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ness.lab.environment import repeatable
@@ -26,6 +28,8 @@ def kernels(method: str, network: str, device: torch.device) -> dict[str, tuple[
     spent: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)
     for event in found.events():
+        if device.type == "cuda" and event.device_type != DeviceType.CUDA:
+            continue  # the host's side of it
         spent[event.name] += event.device_time if device.type == "cuda" else event.self_cpu_time_total
         count[event.name] += 1
     return {name: (spent[name] / STEPS, count[name] / STEPS) for name in spent}

@@ -110,7 +110,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--networks", nargs="*", default=["alexnet", "resnet18-84", "resnet18-32"])
     parser.add_argument("--lanes", nargs="*", type=int, default=[1, 5, 16])
-    parser.add_argument("--also", nargs="*", default=[], metavar="METHOD", help="steps of other methods too")
+    others = sorted({*registry.all_methods()} - {"joint"})  # which has no second task
+    parser.add_argument("--also", nargs="*", default=[], choices=others, help="steps of other methods too")
     asked = parser.parse_args()
     allow_many_streams()
     if not torch.cuda.is_available():

@@ -18,13 +18,15 @@ from ness.lab.train import Trainer
 class TinyNet(Network):
     wires = (Wire("conv", "dropout", None, "norm"), Wire("fc", "fc", "dropout"))
 
-    def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms, bias: bool = True) -> None:
+    def __init__(
+        self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms, bias: bool = True, maps: int = 4
+    ) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(shape[0], 4, 3, padding=1, bias=False)
-        self.norm = norm2d(4, norms)
+        self.conv = nn.Conv2d(shape[0], maps, 3, padding=1, bias=False)
+        self.norm = norm2d(maps, norms)
         self.pool = nn.MaxPool2d(2)
         self.dropout = Dropout(0.2)
-        self.fc = nn.Linear(4 * (shape[1] // 2) * (shape[2] // 2), 16, bias)
+        self.fc = nn.Linear(maps * (shape[1] // 2) * (shape[2] // 2), 16, bias)
         self.heads = heads(16, classes)
 
     def features(self, x: Tensor) -> Tensor:
@@ -34,7 +36,8 @@ class TinyNet(Network):
 
 
 NETWORK = NetworkSpec("tiny", "for tests", TinyNet)
-WITHOUT_BIAS = NetworkSpec("tiny-without-bias", "for tests", partial(TinyNet, bias=False))
+# wide enough for CODE-CL to scale the linear layer, too
+WITHOUT_BIAS = NetworkSpec("tiny-without-bias", "for tests", partial(TinyNet, bias=False, maps=6))
 
 
 def split(count: int, task: int, generator: Generator) -> Split:

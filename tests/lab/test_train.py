@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tiny
 from ness import NessError
-from ness.lab import checkpoint, registry
+from ness.lab import checkpoint, registry, train
 from ness.lab.capture import PlainRunner
 from ness.lab.lanes import side_by_side
 from ness.lab.methods.base import Method, MethodSpec
@@ -370,6 +370,15 @@ def test_norms_of_each_task_need_norms_that_can_be_lent_statistics() -> None:
             self.norm = nn.BatchNorm2d(4, track_running_stats=False)
 
     network = NetworkSpec("foreign", "for tests", Foreign)
-    tiny.trainer("finetune", network=network)
+    assert tiny.to_the_end(tiny.trainer("finetune", network=network, epochs=1)).done  # but other policies do not
     with pytest.raises(NessError, match=r"norm2d; found BatchNorm2d in Foreign.*--norm batch"):
         tiny.trainer("finetune", network=network, norm="task")
+
+
+def test_a_task_of_one_image_more_than_a_pass_can_be_measured(monkeypatch) -> None:
+    monkeypatch.setattr(train, "LARGE_BATCH", 55)  # 56 images: a batch of one has no variance
+    one = tiny.trainer("finetune", norm="task", epochs=1)
+    sizes = []
+    monkeypatch.setattr(one.method, "logits", lambda batch: sizes.append(len(batch.images)))
+    one._measured(0)
+    assert sizes == [28, 28]

@@ -4,6 +4,7 @@ Both call the very same `Step`. Captured, its inputs are read from buffers at a 
 a replay is all the host does for a step, and nothing is read back before the epoch is over.
 """
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
@@ -48,7 +49,8 @@ class PlainRunner:
 
     def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
         """Do the work."""
-        return work()
+        with learning.context.watch.phase("evaluation"):
+            return work()
 
 
 @dataclass
@@ -143,14 +145,16 @@ class CapturedRunner:
     def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Pausing[Tensor]:
         """Replay the evaluation."""
         self._of(learning)
+        watch = learning.context.watch
         if self.judged is None:
-            with learning.context.watch.phase("capture"):
-                with self._beside():
-                    result = work()
-                yield "epoch"
+            with watch.phase("capture"), self._beside():
+                result = work()
+            yield "epoch"  # of which the card has all steps to do before
+            with watch.phase("capture"):
                 self.judged = self._record(lambda: result.copy_(work())), result
-        graph, result = self.judged
-        graph.replay()
+        with watch.phase("evaluation"):
+            graph, result = self.judged
+            graph.replay()
         return result
 
     def _capture(self, learning: Learning, works: Mapping[int, Callable[[], None]]) -> Pausing[None]:
@@ -190,12 +194,25 @@ class CapturedRunner:
         self.pool = self.pool or torch.cuda.graph_pool_handle()
         with self._beside():
             torch.cuda.current_stream().synchronize()
-            graph.capture_begin(self.pool, capture_error_mode="thread_local")
-            try:
-                work()
-            finally:
-                graph.capture_end()
+            with uncollected():
+                graph.capture_begin(self.pool, capture_error_mode="thread_local")
+                try:
+                    work()
+                finally:
+                    graph.capture_end()
         return graph
+
+
+@contextmanager
+def uncollected() -> Iterator[None]:
+    """Nothing is collected as garbage inside: a graph that another run has left must not go while one is captured."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _one(step: Step, buffers: Buffers, size: int) -> None:

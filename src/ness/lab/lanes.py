@@ -117,7 +117,8 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
         try:
             lane.go_on()
         except (StopIteration, NessError) as end:
-            ends[lane.number] = end.value if isinstance(end, StopIteration) else end
+            # without a traceback, which would keep what the run has on the card
+            ends[lane.number] = end.value if isinstance(end, StopIteration) else end.with_traceback(None)
             places.append((lane.streams, lane.event))
         else:
             active.append(lane) if lane.trains else active.appendleft(lane)

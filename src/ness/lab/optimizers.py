@@ -17,7 +17,8 @@ def make(training: Training, parameters: Sequence[nn.Parameter], lr: Tensor) -> 
     """
     optimizer: Optimizer
     if training.optimizer == "adamw":
-        optimizer = AdamW(parameters, lr=lr, weight_decay=training.weight_decay, fused=True)
+        on_card = lr.is_cuda  # or torch refuses to capture its step
+        optimizer = AdamW(parameters, lr=lr, weight_decay=training.weight_decay, fused=True, capturable=on_card)
         memory = ["exp_avg", "exp_avg_sq"]
     else:
         momentum = training.momentum if training.optimizer == "sgdm" else 0.0

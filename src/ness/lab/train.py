@@ -125,8 +125,7 @@ class Trainer:
         learning = self._current()
         with self.watch.phase("steps"):
             loss = yield from carried_out(self.runner.steps(learning, self.open_epoch()))
-            with self.watch.phase("evaluation"):
-                judged = yield from carried_out(self.runner.evaluation(learning, self._valid))
+            judged = yield from carried_out(self.runner.evaluation(learning, self._valid))
             numbers = torch.stack([loss.to(torch.float64), *judged])
             yield "epoch"
             found = numbers.tolist()
@@ -243,8 +242,9 @@ class Trainer:
         """What the task's training images look like to its norms, under the function it is used with."""
         self.method.use(task)
         with measuring(self.context.model) as found:
-            for batch in self.data["train"][task].batches(self.orders["train"][task], LARGE_BATCH):
-                self.method.logits(batch)
+            samples, order = self.data["train"][task], self.orders["train"][task]
+            for index in torch.tensor_split(order, math.ceil(len(order) / LARGE_BATCH)):  # no batch of one left over
+                self.method.logits(samples.take(index))
         return found
 
     def _evaluate(self, task: int, split: SplitName) -> tuple[torch.Tensor, torch.Tensor]:

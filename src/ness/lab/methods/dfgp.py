@@ -116,7 +116,7 @@ class Dfgp(Gpm):
         Not where statistics are stored, which count raw images alone, nor under a loss or logits of a subclass's own.
         """
         plain = type(self).loss is Method.loss and type(self).logits is Method.logits
-        return plain and self.context.training.norm == "batch" and on_card(batch.images) and takes_parts(self.model)
+        return plain and self.context.training.norm != "stored" and on_card(batch.images) and takes_parts(self.model)
 
 
 def check_dfgp(settings: Any) -> None:

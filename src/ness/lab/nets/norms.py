@@ -150,7 +150,7 @@ def measuring(network: nn.Module) -> Iterator[Statistics]:
 @contextmanager
 def using(network: nn.Module, statistics: Statistics) -> Iterator[None]:
     """Inside, norms in eval mode normalise by these, whatever else they hold."""
-    norms = own_norms(network)
+    norms = own_norms(network) if statistics else {}
     for name, held in statistics.items():
         norms[name].measured = held
     try:
