@@ -48,26 +48,26 @@ def load_state(optimizer: Optimizer, parameters: Sequence[nn.Parameter], tensors
         optimizer.state[parameter][name] = value.to(parameter.device)
 
 
-def sam_offsets(gradients: Sequence[Tensor], rho: float) -> list[Tensor]:
-    """E = ρ·g/(‖g‖₂ + 1e-16), the norm taken over all gradients together."""
-    norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(gradient) for gradient in gradients]))
-    scale = rho / (norm + 1e-16)
-    return [gradient * scale for gradient in gradients]
+def sam_scale(gradients: Sequence[Tensor], rho: float) -> Tensor:
+    """What makes SAM's ascent of a gradient: ρ/(‖g‖₂ + 1e-16), the norm taken over all gradients together."""
+    return rho / (torch.nn.utils.get_total_norm(gradients) + 1e-16)
 
 
 @torch.no_grad()
 def ascend(parameters: Sequence[nn.Parameter], rho: float) -> list[tuple[nn.Parameter, Tensor]]:
-    """Moves every parameter that has a gradient to w + e; returns the exact values to restore."""
-    moved = [parameter for parameter in parameters if parameter.grad is not None]
-    kept = [(parameter, parameter.detach().clone()) for parameter in moved]
-    gradients = [parameter.grad for parameter in moved if parameter.grad is not None]
-    for parameter, offset in zip(moved, sam_offsets(gradients, rho), strict=True):
-        parameter.add_(offset)
+    """Moves every parameter that has a gradient to w + ρ·g/‖g‖; returns what to restore.
+
+    Parameters get other memory for it, so that nothing is copied there and back.
+    """
+    moved = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    kept = [(parameter, parameter.data) for parameter, _ in moved]
+    scale = sam_scale([gradient for _, gradient in moved], rho)
+    for parameter, gradient in moved:
+        parameter.data = torch.addcmul(parameter, gradient, scale)
     return kept
 
 
-@torch.no_grad()
 def restore(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
-    """Puts back the values `ascend` returned, bit for bit."""
+    """Gives back the memory that `ascend` returned: the same values, bit for bit."""
     for parameter, value in kept:
-        parameter.copy_(value)
+        parameter.data = value

@@ -36,7 +36,7 @@ def test_sam_by_hand() -> None:
 
 
 def test_a_step_of_rate_zero_leaves_every_bit() -> None:
-    """D2: weights are copied back, not subtracted back."""
+    """D2: weights are put back, not subtracted back."""
     one = tiny.trainer("dfgp", norm="batch")
     one.advance()
     before = {name: value.clone() for name, value in one.context.model.state_dict().items()}
