@@ -57,8 +57,10 @@ def quadratic(values: Mapping[str, Tensor], anchor: Tensors, fisher: Tensors, we
     >>> quadratic(theta, anchor, fisher, 3.0)
     tensor(3.)
     """
-    each = [((value - anchor[name]).square() * fisher[name]).sum() for name, value in values.items()]
-    return weight / 2 * torch.stack(each).sum()
+    # as one vector: a network's many tensors would be many small operations
+    parts = (torch.cat([part[name].flatten() for name in values]) for part in (values, anchor, fisher))
+    theta, centre, strengths = parts
+    return weight / 2 * ((theta - centre).square() * strengths).sum()
 
 
 def merged(new: Tensors, old: Tensors, finished: int) -> Tensors:
