@@ -34,10 +34,10 @@ def test_h2_h3_compensation() -> None:
 
 
 def test_h4_the_price_of_free_units() -> None:
-    assert float(hat.crowding([torch.ones(2)], [torch.tensor([1.0, 0.0])])) == 1
-    gates = [torch.tensor([0.2, 0.6]), torch.tensor([0.7])]
-    assert float(hat.crowding(gates, [torch.zeros(2), torch.zeros(1)])) == pytest.approx(0.5)  # at first: the mean gate
-    assert float(hat.crowding(gates, [torch.ones(2), torch.ones(1)])) == 0  # nothing left to pay for
+    assert float(hat.crowding(torch.ones(2), torch.tensor([1.0, 0.0]))) == 1
+    gates = torch.tensor([0.2, 0.6, 0.7])
+    assert float(hat.crowding(gates, torch.zeros(3))) == pytest.approx(0.5)  # at first: the mean gate
+    assert float(hat.crowding(gates, torch.ones(3))) == 0  # nothing left to pay for
 
 
 def test_h5_a_fully_claimed_first_layer_does_not_move_by_a_bit() -> None:
@@ -45,8 +45,8 @@ def test_h5_a_fully_claimed_first_layer_does_not_move_by_a_bit() -> None:
     while one.at < 1:
         one.advance()
     method, model = one.method, one.context.model
-    method.claimed["dropout"] = torch.ones(4)
-    method.masks = hat.masks(model, method.claimed)
+    method.by_gate(method.claimed)["dropout"].fill_(1)
+    method.masks = hat.masks(model, method.by_gate(method.claimed))
     kept = {name: value.clone() for name, value in model.named_parameters()}
     while one.at < 2:
         one.advance()
@@ -92,10 +92,9 @@ def test_with_hard_gates_the_next_task_cannot_change_the_last(
     lessons = [Lesson((task,), None) for task in (0, 1)]  # type: ignore[arg-type]
     method.before_task(lessons[0])
     with torch.no_grad():
-        for embedding in method.embeddings[0].values():
-            embedding.copy_(torch.where(torch.arange(len(embedding)) % 2 == 0, 6.0, -6.0))
+        method.embeddings[0].copy_(torch.where(torch.arange(len(method.claimed)) % 2 == 0, 6.0, -6.0))
     method.after_task(lessons[0])
-    assert all(set(value.tolist()) == {0.0, 1.0} for value in method.claimed.values())
+    assert all(set(value.tolist()) == {0.0, 1.0} for value in method.by_gate(method.claimed).values())
     images = torch.randn(6, *shape, generator=generator)
     model = method.model.eval()
     old = Batch(images, torch.zeros(6, dtype=torch.int64), 0)
@@ -103,8 +102,7 @@ def test_with_hard_gates_the_next_task_cannot_change_the_last(
     method.before_task(lessons[1])
     clock = Clock(*(torch.tensor(value) for value in (0.0, 0.5, 0.0)))
     with torch.no_grad():
-        for embedding in method.embeddings[1].values():
-            embedding.fill_(0.01)
+        method.embeddings[1].fill_(0.01)
     optimizer = torch.optim.SGD(method.parameters(lessons[1]), lr=0.5)
     for _ in range(2):
         model.train()
@@ -133,13 +131,13 @@ def test_embeddings_stay_in_reach_and_old_ones_do_not_move() -> None:
     one = tiny.trainer("hat", lr=5.0, clip=1e9)
     one.advance()
     one.advance()
-    assert all(float(e.detach().abs().max()) <= 6 for e in one.method.embeddings[0].values())
+    assert float(one.method.embeddings[0].detach().abs().max()) <= 6
     two = tiny.trainer("hat")
     while two.at < 1:
         two.advance()
-    kept = {name: e.detach().clone() for name, e in two.method.embeddings[0].items()}
+    kept = two.method.embeddings[0].detach().clone()
     tiny.to_the_end(two)
-    assert all(torch.equal(two.method.embeddings[0][name], value) for name, value in kept.items())
+    assert torch.equal(two.method.embeddings[0], kept)
 
 
 @pytest.mark.parametrize("changes", [{"optimizer": "adamw"}, {"weight_decay": 0.1}, {"smax": 0.5}])

@@ -1,6 +1,6 @@
 """HAT: every task learns near-binary gates on hidden units; what its units need stays as it was."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,15 +42,14 @@ def compensation(embedding: Tensor, s: Tensor | float, smax: float) -> Tensor:
     return smax / s * (torch.cosh(steep) + 1) / (torch.cosh(embedding) + 1)
 
 
-def crowding(gates: Sequence[Tensor], claimed: Sequence[Tensor]) -> Tensor:
+def crowding(gates: Tensor, claimed: Tensor) -> Tensor:
     """Σ a(1 - m) / Σ (1 - m): the share of the free units that the gates open.
 
-    >>> crowding([torch.ones(2)], [torch.tensor([1.0, 0.0])])
+    >>> crowding(torch.ones(2), torch.tensor([1.0, 0.0]))
     tensor(1.)
     """
-    opened = torch.stack([(a * (1 - m)).sum() for a, m in zip(gates, claimed, strict=True)]).sum()
-    free = torch.stack([(1 - m).sum() for m in claimed]).sum()
-    return opened / free.clamp_min(torch.finfo(free.dtype).eps)
+    free = 1 - claimed
+    return (gates * free).sum() / free.sum().clamp_min(torch.finfo(free.dtype).eps)
 
 
 def openness(weight: Tensor, out: Tensor, into: Tensor | None) -> Tensor:
@@ -94,7 +93,10 @@ def outputs(network: Network, wire: Wire) -> int:
 
 
 class Hat(Method):
-    """Embeddings e per task and gate, a = σ(s·e); claimed units m = max over finished tasks of σ(smax·e)."""
+    """Embeddings e of each task, a = σ(s·e); claimed units m = max over finished tasks of σ(smax·e).
+
+    Both are one vector over the units of all gates: a vector a gate would be many small operations.
+    """
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
@@ -105,10 +107,11 @@ class Hat(Method):
                 f"{type(self.model).__name__} does not say where its hidden units are, so hat cannot gate them; "
                 "give the network `wires` (ness.lab.nets.base.Wire)"
             )
-        self.embeddings: list[dict[str, nn.Parameter]] = []
-        self.claimed = {name: torch.zeros(width, device=context.device) for name, width in self.widths.items()}
+        self.embeddings: list[nn.Parameter] = []  # by task
+        self.claimed = torch.zeros(sum(self.widths.values()), device=context.device)
         self.masks: Tensors = {}  # empty until something is claimed
-        self.gates: Tensors = {}  # of the pass that is under way
+        self.opened = self.claimed  # a of the pass that is under way, and the same by gate
+        self.gates: Tensors = {}
         self.statistics: list[Tensors] = []  # running ones, of every finished task
         for name in self.widths:
             self.model.get_submodule(name).register_forward_hook(self._gate(name))
@@ -119,30 +122,29 @@ class Hat(Method):
 
         return hook
 
+    def by_gate(self, units: Tensor) -> Tensors:
+        """A vector over all units, cut by the module that puts them out."""
+        return dict(zip(self.widths, torch.split(units, list(self.widths.values())), strict=True))
+
     def before_task(self, lesson: Lesson) -> None:
         """Draws the task's embeddings, N(0, 1)."""
         random, device = self.context.random.method, self.context.device
-        self.embeddings.append(
-            {
-                name: nn.Parameter(torch.randn(width, generator=random, device=device))
-                for name, width in self.widths.items()
-            }
-        )
+        self.embeddings.append(nn.Parameter(torch.randn(len(self.claimed), generator=random, device=device)))
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """The backbone, the head, and the task's embeddings."""
-        return [*super().parameters(lesson), *self.embeddings[lesson.task].values()]
+        return [*super().parameters(lesson), self.embeddings[lesson.task]]
 
     def logits(self, batch: Batch) -> Tensor:
         """Through the gates of the batch's task, as steep as the clock says."""
-        s = annealed(batch.clock, self.own.smax)
-        self.gates = {name: torch.sigmoid(s * e) for name, e in self.embeddings[batch.task].items()}
+        self.opened = torch.sigmoid(annealed(batch.clock, self.own.smax) * self.embeddings[batch.task])
+        self.gates = self.by_gate(self.opened)
         return super().logits(batch)
 
     def loss(self, batch: Batch) -> Tensor:
         """Cross-entropy, and the price of units that were free."""
         loss = super().loss(batch)
-        return loss + self.own.sparsity * crowding(list(self.gates.values()), list(self.claimed.values()))
+        return loss + self.own.sparsity * crowding(self.opened, self.claimed)
 
     def after_backward(self, batch: Batch) -> None:
         """Blocks what earlier tasks need, mends the gates' gradients, clips."""
@@ -150,28 +152,24 @@ class Hat(Method):
             gradient = self.model.get_parameter(name).grad
             if gradient is not None:
                 gradient *= mask
-        s, own = annealed(batch.clock, self.own.smax), self.embeddings[batch.task].values()
-        for embedding in own:
-            if embedding.grad is not None:
-                embedding.grad *= compensation(embedding.detach(), s, self.own.smax)
-        torch.nn.utils.clip_grad_norm_([*self.model.parameters(), *own], self.own.clip)
+        own = self.embeddings[batch.task]
+        if own.grad is not None:
+            own.grad *= compensation(own.detach(), annealed(batch.clock, self.own.smax), self.own.smax)
+        torch.nn.utils.clip_grad_norm_([*self.model.parameters(), own], self.own.clip)
 
     @torch.no_grad()
     def after_step(self, batch: Batch) -> None:
         """Keeps the embeddings within reach."""
-        for embedding in self.embeddings[batch.task].values():
-            embedding.clamp_(-REACH, REACH)
+        self.embeddings[batch.task].clamp_(-REACH, REACH)
 
     @torch.no_grad()
     def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Claims the task's units, and keeps its running statistics: weights of blocked units stay, data does not."""
-        own = self.embeddings[lesson.task]
-        for name, embedding in own.items():
-            self.claimed[name] = torch.maximum(self.claimed[name], torch.sigmoid(self.own.smax * embedding))
-        self.masks = masks(self.model, self.claimed)
+        opened = torch.sigmoid(self.own.smax * self.embeddings[lesson.task])
+        self.claimed = torch.maximum(self.claimed, opened)
+        self.masks = masks(self.model, self.by_gate(self.claimed))
         self.statistics.append({name: value.clone() for name, value in self._running().items()})
-        total = sum(self.widths.values())
-        return {"claimed": float(sum(value.sum() for value in self.claimed.values())) / total}
+        return {"claimed": float(self.claimed.mean())}
 
     def use(self, task: int) -> None:
         """The running statistics of that task; its gates follow from the batch."""
@@ -184,10 +182,10 @@ class Hat(Method):
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Embeddings of all tasks begun, claimed units, statistics of all tasks finished."""
-        held: dict[str, Mapping[str, Tensor]] = {"claimed": self.claimed}
-        held |= {f"embedding.{task}": each for task, each in enumerate(self.embeddings)}
-        held |= {f"statistics.{task}": each for task, each in enumerate(self.statistics)}
-        tensors = {f"{part}/{name}": value.detach() for part, each in held.items() for name, value in each.items()}
+        tensors = {"claimed": self.claimed}
+        tensors |= {f"embedding/{task}": each.detach() for task, each in enumerate(self.embeddings)}
+        for task, each in enumerate(self.statistics):
+            tensors |= {f"statistics.{task}/{name}": value for name, value in each.items()}
         return tensors, {"begun": len(self.embeddings), "finished": len(self.statistics)}
 
     def load_state(self, tensors: dict[str, Tensor], manifest: dict[str, Any]) -> None:
@@ -197,14 +195,12 @@ class Hat(Method):
             start = f"{kind}/"
             return {k.removeprefix(start): v.to(self.context.device) for k, v in tensors.items() if k.startswith(start)}
 
-        def parameters(found: Tensors) -> dict[str, nn.Parameter]:
-            return {name: nn.Parameter(found[name].clone()) for name in self.widths}
-
-        self.embeddings = [parameters(held(f"embedding.{task}")) for task in range(manifest["begun"])]
+        own = held("embedding")
+        self.embeddings = [nn.Parameter(own[str(task)].clone()) for task in range(manifest["begun"])]
         self.statistics = [held(f"statistics.{task}") for task in range(manifest["finished"])]
-        self.claimed = held("claimed")
+        self.claimed = tensors["claimed"].to(self.context.device)
         if self.statistics:
-            self.masks = masks(self.model, self.claimed)
+            self.masks = masks(self.model, self.by_gate(self.claimed))
 
 
 def check(settings: Any) -> None:

@@ -43,16 +43,18 @@ class Block(nn.Module):
         same = stride == 1 and inputs == outputs
         self.shortcut: nn.Module = nn.Identity() if same else Shortcut(inputs, outputs, stride, norms)
         self.relu2 = nn.ReLU()
+        self.units1, self.units2 = nn.Identity(), nn.Identity()  # where units come out, for who gates them
 
     def forward(self, x: Tensor) -> Tensor:
         """(n, inputs, s, s) to (n, outputs, s', s')."""
-        inner = self.conv2(after(self.conv1(x), self.norm1, self.relu1, training=self.training))
-        return after(inner, self.norm2, self.relu2, add=self.shortcut(x), training=self.training)
+        inner = self.conv2(self.units1(after(self.conv1(x), self.norm1, self.relu1, training=self.training)))
+        out: Tensor = self.units2(after(inner, self.norm2, self.relu2, add=self.shortcut(x), training=self.training))
+        return out
 
 
 def block_wires(block: str, reads: str, *, shortcut: bool) -> list[Wire]:
     """The wires of a block; its units are those after the first ReLU and those after the sum's."""
-    inner, outer = f"{block}.relu1", f"{block}.relu2"
+    inner, outer = f"{block}.units1", f"{block}.units2"
     wires = [
         Wire(f"{block}.conv1", inner, reads, f"{block}.norm1"),
         Wire(f"{block}.conv2", outer, inner, f"{block}.norm2"),
@@ -72,6 +74,7 @@ class ResNet18(Network):
         self.conv1 = conv3x3(shape[0], WIDTHS[0], stem)
         self.norm1 = norm2d(WIDTHS[0], norms)
         self.relu1 = nn.ReLU()
+        self.units1 = nn.Identity()
         stages, inputs = [], WIDTHS[0]
         for width, stride in zip(WIDTHS, (1, 2, 2, 2), strict=True):
             stages.append(nn.Sequential(Block(inputs, width, stride, norms), Block(width, width, 1, norms)))
@@ -82,16 +85,16 @@ class ResNet18(Network):
         self.heads = heads(WIDTHS[-1] * high * wide, classes)
 
     def _wires(self) -> Iterator[Wire]:
-        yield Wire("conv1", "relu1", None, "norm1")
-        before = "relu1"
+        yield Wire("conv1", "units1", None, "norm1")
+        before = "units1"
         for name, block in self.named_modules():
             if isinstance(block, Block):
                 yield from block_wires(name, before, shortcut=isinstance(block.shortcut, Shortcut))
-                before = f"{name}.relu2"
+                before = f"{name}.units2"
 
     def features(self, x: Tensor) -> Tensor:
         """(n, 640) from 32×32, (n, 1440) from 84×84."""
-        x = after(self.conv1(x), self.norm1, self.relu1, training=self.training)
+        x = self.units1(after(self.conv1(x), self.norm1, self.relu1, training=self.training))
         for stage in (self.layer1, self.layer2, self.layer3, self.layer4):
             x = stage(x)
         return F.avg_pool2d(x, 2).flatten(1)
