@@ -53,10 +53,15 @@ def test_forgets_less_than_finetune_on_real_digits() -> None:
     assert found["finetune"] < found["ness"] - 10
 
 
-def test_sgd_form_equals_any_form_for_plain_sgd() -> None:
-    """F15: on the increment, SGD in the null space is SGD with a projected gradient."""
-    one = until_task(tiny.trainer("ness", optimizer="sgd", norm="stored"), 1)
-    other = until_task(tiny.trainer("ness", optimizer="sgd", norm="stored"), 1)
+@pytest.mark.parametrize(
+    "changes",
+    [{"optimizer": "sgd"}, {"optimizer": "sam", "rho": 0.3, "weight_decay": 0.01, "network": tiny.WITHOUT_BIAS}],
+    ids=["sgd", "sam"],
+)
+def test_sgd_form_equals_any_form(changes) -> None:
+    """F15: on the increment, SGD in the null space is SGD with a projected gradient; and SAM's ascent is as long."""
+    one = until_task(tiny.trainer("ness", norm="stored", **changes), 1)
+    other = until_task(tiny.trainer("ness", norm="stored", **changes), 1)
     original = other.method.guard.constraining
     other.method.guard.constraining = lambda form: original(form="any")
     until_task(one, 2)
@@ -70,7 +75,9 @@ def test_sgd_form_equals_any_form_for_plain_sgd() -> None:
     [
         ({"optimizer": "sgd"}, "sgd"),
         ({"optimizer": "sgdm"}, "sgd"),
-        ({"optimizer": "sam"}, "any"),
+        ({"optimizer": "sam"}, "any"),  # a bias
+        ({"optimizer": "sam", "network": tiny.WITHOUT_BIAS}, "sgd"),
+        ({"optimizer": "sam", "network": tiny.WITHOUT_BIAS, "rule": "soft"}, "any"),
         ({"optimizer": "sam", "sam_tasks": "first"}, "sgd"),
         ({"optimizer": "adamw", "lr": 0.01}, "any"),
     ],

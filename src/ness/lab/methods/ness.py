@@ -10,6 +10,7 @@ from torch import Tensor, nn
 import ness
 from ness.errors import NessError
 from ness.lab.loader import LARGE_BATCH, Batch, Samples, fixed_order, together
+from ness.lab.methods._rows import backbone_layers
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import batches_at_once, in_parts
@@ -66,11 +67,21 @@ class Ness(Method):
             self.guard = self._new_guard()
             protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
             yield from self._observe(protected)
-        training = self.context.training
-        plain = training.optimizer in ("sgd", "sgdm") or (training.optimizer == "sam" and training.sam_tasks == "first")
         with self.context.watch.phase("decomposition"):
-            for _ in self.guard.constraining(form="sgd" if plain else "any"):
+            for _ in self.guard.constraining(form=self._form()):
                 yield None
+
+    def _form(self) -> Literal["any", "sgd"]:
+        """The cheaper form wherever it is the same training.
+
+        SAM ascends by ρ·g/‖g‖, with g = G U of V or G U Uᵀ of ΔW = (U V)ᵀ. They are as long, and the ascents the same,
+        where U is orthonormal: under a hard rule, and without a bias, whose column is scaled.
+        """
+        training = self.context.training
+        if training.optimizer == "sam" and training.sam_tasks == "all":
+            without_bias = all(layer.bias is None for layer in backbone_layers(self.model).values())
+            return "sgd" if self.own.rule in ("nuclear", "frobenius") and without_bias else "any"
+        return "any" if training.optimizer == "adamw" else "sgd"
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
