@@ -45,10 +45,16 @@ def removal(basis: Tensor, weights: Tensor | None = None) -> Removal:
     return Removal((scaled.contiguous(), basis.mT.contiguous()))
 
 
+def together(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """[W b] (o, width) of what has the shapes of a layer's weight and bias; not a copy where there is no bias."""
+    whole = bias is None and layer.weight_part is None
+    return layer.to_matrix(weight)[0] if whole else layer.joint(weight, bias)[0]
+
+
 def gradient_of(layer: Layer) -> Tensor:
     """The gradient of [W b] of a layer as (o, width)."""
     assert layer.weight.grad is not None
-    return layer.joint(layer.weight.grad, None if layer.bias is None else layer.bias.grad)[0]
+    return together(layer, layer.weight.grad, None if layer.bias is None else layer.bias.grad)
 
 
 def split(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -6,7 +6,7 @@ W_eff takes 2 o d k, and the layer still multiplies by the very weights that tra
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from ness.lab.loader import Batch
 from ness.lab.methods._pairs import Pairs, linear_layers
-from ness.lab.methods._project import Projecting, split
+from ness.lab.methods._project import Projecting, split, together
 from ness.lab.methods.base import Context, Lesson
 from ness.layers import Layer
 
@@ -26,12 +26,25 @@ class Scale:
 
     basis: Tensor
     matrix: nn.Parameter
+    identity: Tensor = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "identity", identity(self.basis))
+
+    @property
+    def change(self) -> Tensor:
+        """Q - I."""
+        return self.matrix - self.identity
+
+
+def identity(basis: Tensor) -> Tensor:
+    """I (k, k) of a basis (d, k)."""
+    return torch.eye(basis.shape[1], dtype=basis.dtype, device=basis.device)
 
 
 def identity_scale(basis: Tensor) -> Scale:
     """Q = I: the task starts at the shared weights."""
-    size = basis.shape[1]
-    return Scale(basis, nn.Parameter(torch.eye(size, dtype=basis.dtype, device=basis.device)))
+    return Scale(basis, nn.Parameter(identity(basis)))
 
 
 def rescaled(weight: Tensor, scales: Sequence[Scale], *, detached: bool = False) -> Tensor:
@@ -42,11 +55,8 @@ def rescaled(weight: Tensor, scales: Sequence[Scale], *, detached: bool = False)
     effective = weight
     for scale in scales:
         inside = weight @ scale.basis  # (o, k)
-        eye = torch.eye(scale.matrix.shape[0], dtype=weight.dtype, device=weight.device)
-        if detached:
-            effective = effective + (inside @ scale.matrix - inside.detach()) @ scale.basis.mT
-        else:
-            effective = effective + inside @ (scale.matrix - eye) @ scale.basis.mT
+        changed = inside @ scale.matrix - inside.detach() if detached else inside @ scale.change
+        effective = torch.addmm(effective, changed, scale.basis.mT)
     return effective
 
 
@@ -54,9 +64,7 @@ def rescaled_inputs(x: Tensor, scales: Sequence[Scale]) -> Tensor:
     """x̃ = x + Σⱼ x Bⱼ (Qⱼ - I)ᵀ Bⱼᵀ for x (…, d): x̃ Wᵀ is x W_effᵀ; with Q = I it is x, bit for bit."""
     effective = x
     for scale in scales:
-        inside = x @ scale.basis  # (…, k)
-        eye = torch.eye(scale.matrix.shape[0], dtype=x.dtype, device=x.device)
-        effective = effective + inside @ (scale.matrix - eye).mT @ scale.basis.mT
+        effective = effective + x @ scale.basis @ scale.change.mT @ scale.basis.mT
     return effective
 
 
@@ -77,7 +85,7 @@ def seen_rescaled(scales: Sequence[tuple[nn.Module, Sequence[Scale]]]) -> Iterat
 
 def effective_parameters(layer: Layer, scales: Sequence[Scale], *, detached: bool = False) -> dict[str, Tensor]:
     """The weight and bias a task uses in the place of the layer's own, by their names in the model."""
-    joint = layer.joint(layer.weight, layer.bias)[0]
+    joint = together(layer, layer.weight, layer.bias)
     weight, bias = split(layer, rescaled(joint, scales, detached=detached))
     found = {f"{layer.name}.{layer.weight_name}": weight}
     if bias is not None:
