@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,10 @@ import torch
 import tiny
 from ness.lab import registry
 from ness.lab.capture import CapturedRunner, PlainRunner, _moving, runner_for
+from ness.lab.lanes import side_by_side
 from ness.lab.lesson import copies
+from ness.lab.pauses import Pausing
+from ness.lab.train import Trainer
 
 VARIANTS = {
     "sgdm": {},
@@ -47,6 +51,23 @@ def test_steps_from_buffers_are_the_same_steps(method: str, variant: str) -> Non
 def test_whatever_a_method_moves_is_put_back_after_the_step_before_capture(method: str) -> None:
     plain, repeated = (tiny.trainer(method, epochs=2, runner=runner) for runner in (PlainRunner(), Repeating()))
     assert tiny.same(tiny.to_the_end(plain), tiny.to_the_end(repeated))
+
+
+@pytest.mark.parametrize("norm", ["batch", "task"])
+@pytest.mark.parametrize("method", sorted(registry.all_methods()))
+def test_lanes_that_capture_end_as_if_alone(method: str, norm: str) -> None:
+    """Whatever a run sets for a pass (parts, statistics, gates) is its own, at every pause."""
+
+    def lane(seed: int) -> Pausing[Trainer]:
+        trainer = tiny.trainer(method, seed, epochs=1, runner=Repeating(), norm=norm)
+        while not trainer.done:
+            yield from trainer.unit()
+        return trainer
+
+    together = side_by_side([partial(lane, seed) for seed in (1, 2)], torch.device("cpu"), 2)
+    for seed, one in zip((1, 2), together, strict=True):
+        assert isinstance(one, Trainer)
+        assert tiny.same(one, tiny.to_the_end(tiny.trainer(method, seed, epochs=1, norm=norm)))
 
 
 def test_the_host_is_free_between_the_step_before_capture_and_the_capture() -> None:
