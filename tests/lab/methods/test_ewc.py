@@ -9,7 +9,7 @@ from ness import NessError
 from ness.lab import registry
 from ness.lab.loader import Batch
 from ness.lab.methods import ewc
-from ness.lab.methods.ewc import batch_fisher, merged, per_sample_fisher, quadratic, strength
+from ness.lab.methods.ewc import batch_fisher, merged, per_sample_fisher, quadratic, strength, vector
 from ness.lab.nets.base import build
 from ness.lab.pauses import to_the_end
 
@@ -24,7 +24,7 @@ def after_task(task: int, **changes):
 def test_e1_penalty_and_gradient() -> None:
     theta = torch.tensor([1.0, 5.0], dtype=torch.float64, requires_grad=True)
     zero, fisher = torch.zeros(2, dtype=torch.float64), torch.tensor([2.0, 0.0], dtype=torch.float64)
-    found = quadratic({"w": theta}, {"w": zero}, {"w": fisher}, 3.0)
+    found = quadratic(theta, zero, fisher, 3.0)
     found.backward()
     assert float(found.detach()) == 3.0
     assert theta.grad.tolist() == [6.0, 0.0]
@@ -62,7 +62,7 @@ def test_e4_no_pull_at_the_anchor_and_e5_none_on_a_head_before_its_task_ends() -
     method, model = one.method, one.context.model
     named = {name: p for name, p in model.named_parameters() if p.requires_grad}
     assert "heads.1.weight" in named
-    found = quadratic(named, method.anchor, method.fisher, method.weight)
+    found = quadratic(*(vector(each, named) for each in (named, method.anchor, method.fisher)), method.weight)
     found.backward()
     assert float(found.detach()) == 0
     assert all(p.grad is None or not p.grad.any() for p in named.values())

@@ -1,6 +1,6 @@
 """EWC: a quadratic pull to the last task's weights, each as strong as its Fisher information."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -50,17 +50,18 @@ def strength(penalty: float, convention: Convention, batch: int) -> float:
     return {"ours": penalty, "hat": penalty / HAT_BATCH, "avalanche": 2 * penalty / batch}[convention]
 
 
-def quadratic(values: Mapping[str, Tensor], anchor: Tensors, fisher: Tensors, weight: float) -> Tensor:
-    """λ/2 · Σ F (θ - θ*)², over the parameters in `values`.
+def quadratic(theta: Tensor, anchor: Tensor, fisher: Tensor, weight: float) -> Tensor:
+    """λ/2 · Σ F (θ - θ*)².
 
-    >>> theta, anchor, fisher = {"w": torch.tensor([1.0, 5.0])}, {"w": torch.zeros(2)}, {"w": torch.tensor([2.0, 0.0])}
-    >>> quadratic(theta, anchor, fisher, 3.0)
+    >>> quadratic(torch.tensor([1.0, 5.0]), torch.zeros(2), torch.tensor([2.0, 0.0]), 3.0)
     tensor(3.)
     """
-    # as one vector: a network's many tensors would be many small operations
-    parts = (torch.cat([part[name].flatten() for name in values]) for part in (values, anchor, fisher))
-    theta, centre, strengths = parts
-    return weight / 2 * ((theta - centre).square() * strengths).sum()
+    return weight / 2 * ((theta - anchor).square() * fisher).sum()
+
+
+def vector(values: Mapping[str, Tensor], names: Iterable[str]) -> Tensor:
+    """These tensors as one: a network's many would be many small operations."""
+    return torch.cat([values[name].flatten() for name in names])
 
 
 def merged(new: Tensors, old: Tensors, finished: int) -> Tensors:
@@ -138,6 +139,7 @@ class Ewc(Method):
         self.finished = 0  # tasks in the Fisher
         self.anchor: Tensors = {}
         self.fisher: Tensors = {}
+        self.pull: tuple[Tensor, Tensor] | None = None  # both, of what trains in the task, as vectors
 
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
@@ -153,7 +155,10 @@ class Ewc(Method):
         loss = super().loss(batch)
         if not self.finished:
             return loss
-        return loss + quadratic(self._trained(), self.anchor, self.fisher, self.weight)
+        trained = self._trained()
+        if self.pull is None:
+            self.pull = vector(self.anchor, trained), vector(self.fisher, trained)
+        return loss + quadratic(vector(trained, trained), *self.pull, self.weight)
 
     def after_backward(self, batch: Batch) -> None:
         """Clips the gradient: a strong pull far from the anchor must not throw the weights beyond it."""
@@ -166,7 +171,7 @@ class Ewc(Method):
         new = yield from self._fisher(lesson.train)
         every = dict(self.model.named_parameters())
         old = self.fisher or {name: torch.zeros_like(value) for name, value in every.items()}
-        self.fisher = merged(new, old, self.finished)
+        self.fisher, self.pull = merged(new, old, self.finished), None
         self.anchor = {name: value.detach().clone() for name, value in every.items()}
         self.finished += 1
         return {"fisher": float(sum(value.sum() for value in self.fisher.values()))}
