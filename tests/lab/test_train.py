@@ -18,7 +18,7 @@ from ness.lab.capture import PlainRunner
 from ness.lab.lanes import side_by_side
 from ness.lab.methods.base import Method, MethodSpec
 from ness.lab.nets.base import NetworkSpec
-from ness.lab.nets.norms import own_norms, using
+from ness.lab.nets.lent import own_norms, using
 from ness.lab.pauses import to_the_end
 
 METHODS = sorted(registry.all_methods())

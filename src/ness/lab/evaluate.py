@@ -10,7 +10,8 @@ from torch.nn import functional as F
 
 from ness.lab.loader import EVALUATION_BATCH, LARGE_BATCH, Samples
 from ness.lab.methods.base import Method
-from ness.lab.nets.norms import batches_at_once, in_parts, lent
+from ness.lab.nets.lent import lent
+from ness.lab.nets.norms import batches_at_once, in_parts
 
 
 @torch.no_grad()

@@ -17,6 +17,7 @@ from ness.lab.checkpoint import write_json
 from ness.lab.folder import RunFolder
 from ness.lab.jobs import SCHEMA, Job
 from ness.lab.metrics import scores
+from ness.lab.nets.lent import named
 from ness.lab.pauses import Pausing, to_the_end
 from ness.lab.stopwatch import Stopwatch
 from ness.lab.streams.base import Stream
@@ -183,7 +184,7 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[s
 
 def _save_weights(folder: RunFolder, trainer: Trainer) -> None:
     """The model's state dict; with norm task also each task's statistics, as 'norms/task/norm/mean' and var."""
-    measured = {f"norms/{name}": value for name, value in trainer.measured_tensors().items()}
+    measured = {f"norms/{name}": value for name, value in named(trainer.statistics).items()}
     weights = {
         name: value.detach().to("cpu").contiguous().clone()
         for name, value in {**trainer.context.model.state_dict(), **measured}.items()

@@ -16,7 +16,7 @@ from ness.lab.lesson import Learning, Tensors, copies, copy_into, live_tensors
 from ness.lab.loader import LARGE_BATCH, SPLITS, Samples, SplitName, fixed_order, on_device, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
 from ness.lab.nets.base import Network, NetworkSpec, Norms, build
-from ness.lab.nets.norms import Statistics, measuring, own_norms, using
+from ness.lab.nets.lent import Statistics, by_task, measuring, named, own_norms, using
 from ness.lab.pauses import Pausing, carried_out, to_the_end
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training, draws_validation, part_of
@@ -266,7 +266,7 @@ class Trainer:
             "method": method,
             "random": random,
             "learning": learning,
-            "norms": self.measured_tensors(),
+            "norms": named(self.statistics),
         }
         tensors = {f"{part}/{name}": value.detach() for part, held in parts.items() for name, value in held.items()}
         manifest = {
@@ -281,15 +281,6 @@ class Trainer:
             "times": self.times(),
         }
         return tensors, manifest
-
-    def measured_tensors(self) -> Tensors:
-        """Each task's own statistics as 'task/norm/mean' and 'task/norm/var'."""
-        return {
-            f"{task}/{name}/{which}": value
-            for task, found in self.statistics.items()
-            for name, pair in found.items()
-            for which, value in zip(("mean", "var"), pair, strict=True)
-        }
 
     def times(self) -> dict[str, float]:
         """Seconds by phase, those before the run was cut included."""
@@ -315,8 +306,4 @@ class Trainer:
             copy_into(self.learning.live, parts["live"])
             self.learning.load_state(parts["learning"], manifest["learning"])
         self.random.load_state(parts["random"], manifest["host"])
-        for key in parts["norms"]:
-            task, name, which = key.split("/")
-            if which == "mean":
-                pair = (parts["norms"][f"{task}/{name}/{each}"].to(self.device) for each in ("mean", "var"))
-                self.statistics.setdefault(int(task), {})[name] = next(pair), next(pair)
+        self.statistics = by_task(parts["norms"], self.device)

@@ -9,13 +9,9 @@ from ness.lab.nets.norms import (
     batches_at_once,
     hold_statistics,
     in_parts,
-    lent,
     measure_statistics,
-    measuring,
-    own_norms,
     passed_apart,
     takes_parts,
-    using,
     without_update,
 )
 
@@ -106,35 +102,3 @@ def test_passed_apart_is_one_by_one(norms: Norms, sizes: tuple[int, ...], own: b
         features = passed_apart(net, images, sizes) if together else torch.cat(list(alone))
         found.append([features, *net.state_dict().values()])
     assert all(torch.allclose(mine, theirs, atol=1e-6) for mine, theirs in zip(*found, strict=True))
-
-
-def test_statistics_are_measured_over_all_batches_and_lent_in_eval_mode_alone() -> None:
-    net = tiny_network("batch").eval()
-    images = torch.randn(48, 1, 6, 6, generator=Generator().manual_seed(2))
-    with measuring(net) as found:
-        assert found == {}
-        for some in (images[:32], images[32:]):
-            net.features(some)
-    (mean, var) = found["norm"]
-    maps = net.conv(images).transpose(0, 1).flatten(1)
-    assert torch.allclose(mean, maps.mean(1), atol=1e-6)
-    assert torch.allclose(var, maps.var(1), rtol=0.05)  # a mean of the batches' variances
-    of_batch = net.features(images)
-    with using(net, found):
-        assert lent(net)
-        assert not takes_parts(net)
-        alone = torch.cat([net.features(image.unsqueeze(0)) for image in images])
-        assert torch.allclose(alone, net.features(images), atol=1e-5)
-        assert not torch.equal(net.features(images), of_batch)
-        net.train()
-        net.dropout.eval()
-        assert torch.equal(net.features(images), of_batch)
-    assert not lent(net)
-    assert not net.norm._forward_hooks
-
-
-def test_norms_that_are_not_ours_cannot_be_lent_statistics() -> None:
-    with pytest.raises(NessError, match="found BatchNorm1d in Sequential"):
-        own_norms(model())
-    with pytest.raises(NessError, match="found none in Linear"):
-        own_norms(nn.Linear(2, 2))

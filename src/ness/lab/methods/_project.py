@@ -45,7 +45,7 @@ def removal(basis: Tensor, weights: Tensor | None = None) -> Removal:
     return Removal((scaled.contiguous(), basis.mT.contiguous()))
 
 
-def together(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
+def matrix_of(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
     """[W b] (o, width) of what has the shapes of a layer's weight and bias; not a copy where there is no bias."""
     whole = bias is None and layer.weight_part is None
     return layer.to_matrix(weight)[0] if whole else layer.joint(weight, bias)[0]
@@ -54,7 +54,7 @@ def together(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
 def gradient_of(layer: Layer) -> Tensor:
     """The gradient of [W b] of a layer as (o, width)."""
     assert layer.weight.grad is not None
-    return together(layer, layer.weight.grad, None if layer.bias is None else layer.bias.grad)
+    return matrix_of(layer, layer.weight.grad, None if layer.bias is None else layer.bias.grad)
 
 
 def split(layer: Layer, matrix: Tensor) -> tuple[Tensor, Tensor | None]:

@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from ness.lab.loader import Batch
 from ness.lab.methods._pairs import Pairs, linear_layers
-from ness.lab.methods._project import Projecting, split, together
+from ness.lab.methods._project import Projecting, matrix_of, split
 from ness.lab.methods.base import Context, Lesson
 from ness.layers import Layer
 
@@ -85,7 +85,7 @@ def seen_rescaled(scales: Sequence[tuple[nn.Module, Sequence[Scale]]]) -> Iterat
 
 def effective_parameters(layer: Layer, scales: Sequence[Scale], *, detached: bool = False) -> dict[str, Tensor]:
     """The weight and bias a task uses in the place of the layer's own, by their names in the model."""
-    joint = together(layer, layer.weight, layer.bias)
+    joint = matrix_of(layer, layer.weight, layer.bias)
     weight, bias = split(layer, rescaled(joint, scales, detached=detached))
     found = {f"{layer.name}.{layer.weight_name}": weight}
     if bias is not None:

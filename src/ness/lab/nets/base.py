@@ -72,7 +72,7 @@ class _Norm(_BatchNorm):
     """
 
     parts: int = 1  # equal consecutive parts of a batch that are normalised apart: set by `nets.norms.in_parts`
-    measured: tuple[Tensor, Tensor] | None = None  # mean and variance for eval mode: set by `nets.norms.using`
+    measured: tuple[Tensor, Tensor] | None = None  # mean and variance for eval mode: set by `nets.lent.using`
 
     def forward(self, input: Tensor) -> Tensor:
         """(n, c, ...) to the same shape."""

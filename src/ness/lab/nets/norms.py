@@ -1,18 +1,15 @@
-"""What is done to BatchNorm layers as a whole: statistics held, measured or lent; passes without update or in parts."""
+"""What is done to BatchNorm layers as a whole: hold or measure stored statistics, pass without update or in parts."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ness.errors import NessError
 from ness.lab.loader import LARGE_BATCH
 from ness.lab.nets.base import BatchNorm1d, BatchNorm2d, Network
-
-Statistics = dict[str, tuple[Tensor, Tensor]]  # mean and variance (c,) by the norm's name
+from ness.lab.nets.lent import lent
 
 
 def batch_norms(network: nn.Module) -> list[_BatchNorm]:
@@ -106,60 +103,3 @@ def measure_statistics(network: Network, batches: Iterable[Tensor]) -> None:
     for norm, momentum in zip(norms, momenta, strict=True):
         norm.momentum = momentum
     network.eval()
-
-
-def own_norms(network: nn.Module) -> dict[str, BatchNorm1d | BatchNorm2d]:
-    """The norms that statistics can be lent to, by name; a network with others, or with none, is refused."""
-    found = {name: module for name, module in network.named_modules() if isinstance(module, _BatchNorm)}
-    ours = {name: norm for name, norm in found.items() if isinstance(norm, BatchNorm1d | BatchNorm2d)}
-    if not ours or len(ours) < len(found):
-        others = sorted({type(norm).__name__ for name, norm in found.items() if name not in ours}) or ["none"]
-        raise NessError(
-            f"norm task measures BatchNorm layers made by ness.lab.nets.base.norm1d or norm2d; found "
-            f"{', '.join(others)} in {type(network).__name__}. Build them so, or use --norm batch"
-        )
-    return ours
-
-
-@contextmanager
-def measuring(network: nn.Module) -> Iterator[Statistics]:
-    """Of all batches that pass inside, in eval mode: each norm's mean and unbiased variance, averaged over images.
-
-    They are there once it is left.
-    """
-    found: Statistics = {}
-    sums: dict[str, tuple[Tensor, Tensor]] = {}
-    counts: dict[str, int] = {}
-
-    def add(name: str, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
-        x = inputs[0].detach().float()
-        var, mean = torch.var_mean(x, (0, *range(2, x.ndim)), correction=1)
-        old = sums.get(name, (torch.zeros_like(mean), torch.zeros_like(var)))
-        sums[name] = old[0] + len(x) * mean, old[1] + len(x) * var
-        counts[name] = counts.get(name, 0) + len(x)
-
-    handles = [norm.register_forward_hook(partial(add, name)) for name, norm in own_norms(network).items()]
-    try:
-        yield found
-        found.update({name: (mean / counts[name], var / counts[name]) for name, (mean, var) in sums.items()})
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-@contextmanager
-def using(network: nn.Module, statistics: Statistics) -> Iterator[None]:
-    """Inside, norms in eval mode normalise by these, whatever else they hold."""
-    norms = own_norms(network) if statistics else {}
-    for name, held in statistics.items():
-        norms[name].measured = held
-    try:
-        yield
-    finally:
-        for name in statistics:
-            norms[name].measured = None
-
-
-def lent(network: nn.Module) -> bool:
-    """Whether statistics are lent to the norms now, so that samples of a batch do not meet."""
-    return any(getattr(norm, "measured", None) is not None for norm in batch_norms(network))
