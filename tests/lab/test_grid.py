@@ -1,12 +1,17 @@
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
 import tiny
 from ness import NessError
+from ness.lab import grid as grid_module
 from ness.lab import registry
+from ness.lab.folder import RunFolder
 from ness.lab.grid import jobs, run_all
-from ness.lab.run import Options
+from ness.lab.run import Options, folder_of, run
 
 
 @pytest.fixture(autouse=True)
@@ -67,3 +72,70 @@ def test_again_and_out_of_time_nothing_that_is_finished_is_thrown_away(tmp_path:
 def test_a_time_that_is_none_is_refused(seconds: float, tmp_path: Path) -> None:
     with pytest.raises(NessError, match=r"--stop-after .* expected a number of seconds"):
         run_all([(tiny.job("frozen"), 1)], Options(tmp_path, stop_after=seconds), silent)
+
+
+@contextmanager
+def held_elsewhere(path: Path) -> Iterator[threading.Event]:
+    """A run's folder in other hands until the event is set. (A lock is a file handle's, so another thread will do.)"""
+    held, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with RunFolder(path).held():
+            held.set()
+            leave.wait(30)
+
+    other = threading.Thread(target=hold)
+    other.start()
+    assert held.wait(30)
+    try:
+        yield leave
+    finally:
+        leave.set()
+        other.join()
+
+
+def test_a_run_that_another_process_has_is_waited_for_after_all_others(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(grid_module, "LOOK_EVERY", 0.01)
+    job, said, learnt = tiny.job("frozen", epochs=1), [], []
+
+    def hear(job, seed):
+        return lambda event: learnt.append(seed) if event.kind == "begun" else None
+
+    with held_elsewhere(folder_of(job, 1, tmp_path)) as leave:
+
+        def say(line: str) -> None:
+            said.append(line)
+            assert learnt == [2]  # what is free was run before anybody waits
+            leave.set()
+
+        grid = run_all([(job, 1), (job, 2)], Options(tmp_path), hear, say)
+    assert [outcome.how for outcome in grid.outcomes] == ["run", "run"]  # taken over from one who did not finish it
+    assert [outcome.result["seed"] for outcome in grid.outcomes] == [1, 2]
+    assert grid.complaints() == []
+    (line,) = said
+    assert line.startswith("waiting for frozen on tiny, seed 1, which process ")
+    assert line.endswith("runs; Ctrl-C leaves it to them")
+
+
+def test_what_another_process_finished_meanwhile_is_taken_from_it(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(grid_module, "LOOK_EVERY", 0.01)
+    job = tiny.job("frozen", epochs=1)
+    done = run(job, 1, Options(tmp_path / "other")).folder / "result.json"
+    with held_elsewhere(folder := folder_of(job, 1, tmp_path)) as leave:
+
+        def finish(line: str) -> None:
+            (folder / "result.json").write_bytes(done.read_bytes())
+            leave.set()
+
+        grid = run_all([(job, 1)], Options(tmp_path), silent, finish)
+    assert [outcome.how for outcome in grid.outcomes] == ["there"]
+
+
+def test_nobody_waits_for_others_beyond_the_time_or_to_run_again(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(grid_module, "LOOK_EVERY", 0.01)
+    job = tiny.job("frozen", epochs=1)
+    with held_elsewhere(folder_of(job, 1, tmp_path)):
+        late = run_all([(job, 1)], Options(tmp_path, stop_after=0.3), silent)
+        assert late.not_begun == ["frozen on tiny, seed 1"]
+        again = run_all([(job, 1)], Options(tmp_path, again=True), silent)
+        assert "is held by process" in again.failures["frozen on tiny, seed 1"]

@@ -17,6 +17,14 @@ from ness.lab.checkpoint import write_json
 from ness.lab.lesson import Tensors
 
 
+class Held(NessError):
+    """Another process is at work in a run's folder."""
+
+    def __init__(self, path: Path, holder: str) -> None:
+        super().__init__(f"{path} is held by {holder}; wait for it, or choose another --out")
+        self.holder = holder
+
+
 class RunFolder:
     """`config.json`, `events.jsonl` (append-only), `checkpoint-*.safetensors`, `result.json`, `model.safetensors`."""
 
@@ -42,7 +50,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise NessError(f"{self.path} is held by {self._holder()}; wait for it, or choose another --out") from error
+            raise Held(self.path, self._holder()) from error
         except OSError as error:
             raise NessError(f"cannot write in {self.path} ({error.strerror}); choose another --out") from error
         try:

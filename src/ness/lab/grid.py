@@ -1,4 +1,7 @@
-"""A table of runs: every method with every seed, one after another; what is finished is not run again."""
+"""A table of runs: every method with every seed, one after another; what is finished is not run again.
+
+Processes that are given the same table share it: each takes runs that nobody has, and ends when all are done.
+"""
 
 import dataclasses
 import math
@@ -15,13 +18,15 @@ import torch
 from ness.errors import NessError
 from ness.lab import devices, fast, plan, registry
 from ness.lab.environment import choose_device, repeatable
-from ness.lab.folder import RunFolder
+from ness.lab.folder import Held, RunFolder
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import Run, allow_many_streams, lanes_for, side_by_side
 from ness.lab.pauses import Pausing
 from ness.lab.run import Listener, Options, Outcome, folder_of, running
 from ness.lab.settings import nearest
 from ness.lab.streams.shelf import Shelf
+
+LOOK_EVERY = 1.0  # seconds between two looks at runs that other processes have
 
 
 @dataclass
@@ -74,6 +79,7 @@ def run_all(
     """Runs each job with its seed, as many side by side as the device takes; one that fails is noted, others go on.
 
     `say` is told which device `auto` came to, and why. Runs whose turn comes after `options.stop_after` are not begun.
+    Runs that another process has are waited for, and taken over should it be gone; with `again` they count as failed.
     """
     if options.stop_after is not None and not 0 <= options.stop_after < math.inf:
         raise NessError(f"--stop-after {options.stop_after}: expected a number of seconds, 0 or more")
@@ -102,9 +108,12 @@ def run_all(
     grid = Grid(on_card=device.type == "cuda")
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here, repeatable(device, not quick):
-        ends = side_by_side(runs, device, lanes_for(device, options.lanes, need))
-    for (job, seed), end in zip(asked, ends, strict=True):
-        name = f"{job.title} on {job.benchmark.name}, seed {seed}"
+        lanes = lanes_for(device, options.lanes, need)
+        ends = side_by_side(runs, device, lanes)
+        names = [f"{job.title} on {job.benchmark.name}, seed {seed}" for job, seed in asked]
+        if not options.again:  # else a run that another process has just finished would be begun anew
+            _wait_for_others(runs, ends, names, lambda held: side_by_side(held, device, lanes), say)
+    for name, end in zip(names, ends, strict=True):
         if isinstance(end, Outcome):
             grid.outcomes.append(end)
         elif end is None:
@@ -118,3 +127,23 @@ def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) ->
     """The run; None if its turn comes too late, unless it is finished already and is to be left so."""
     late = options.stop_after is not None and time.monotonic() - began >= options.stop_after
     return None if late and (options.again or RunFolder(folder).result() is None) else (yield from run())
+
+
+def _wait_for_others(
+    runs: Sequence[Run[Outcome | None]],
+    ends: list[Outcome | NessError | None],
+    names: Sequence[str],
+    carry_out: Callable[[Sequence[Run[Outcome | None]]], list[Outcome | NessError | None]],
+    say: Callable[[str], None],
+) -> None:
+    """Puts what comes of runs that other processes have in their places; says once whom it waits for."""
+    said = False
+    while held := {number: end for number, end in enumerate(ends) if isinstance(end, Held)}:
+        if not said:
+            first, count = next(iter(held)), len(held)
+            more = f" and {count - 1} more" if count > 1 else ""
+            say(f"waiting for {names[first]}, which {held[first].holder} runs{more}; Ctrl-C leaves it to them")
+            said = True
+        time.sleep(LOOK_EVERY)
+        for number, end in zip(held, carry_out([runs[number] for number in held]), strict=True):
+            ends[number] = end

@@ -3,6 +3,8 @@
 import csv
 import io
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -66,6 +68,19 @@ def test_a_plan_that_runs_out_of_time_says_so_and_goes_on_next_time(capsys, tmp_
     assert "ness: 6 runs were not begun" in capsys.readouterr().err
     main(flags)
     assert len(lines(capsys.readouterr().out)) == 2
+
+
+def test_processes_with_the_same_table_share_its_runs_and_all_print_it(tmp_path: Path) -> None:
+    asked = "table --benchmark digits --methods finetune frozen --seeds 1 2 3 --epochs 1 --threads 1 --format csv"
+    argv = [sys.executable, "-m", "ness", *asked.split(), "--out", str(tmp_path / "shared")]
+    both = [subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) for _ in range(2)]
+    (first, said), (second, also_said) = [process.communicate(timeout=300) for process in both]
+    assert [process.returncode for process in both] == [0, 0], said + also_said
+    assert first == second
+    assert [row["seeds"] for row in lines(first)] == ["1 2 3", "1 2 3"]
+    logs = [path.read_text() for path in (tmp_path / "shared").glob("*/events.jsonl")]
+    assert len(logs) == 6
+    assert all(log.count('"learnt"') == 5 for log in logs)  # each of a run's tasks was trained once
 
 
 def test_only_the_rows_that_are_named(capsys, tmp_path: Path) -> None:
