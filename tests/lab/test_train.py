@@ -149,19 +149,32 @@ class Stepwise(PlainRunner):
         return super().steps(learning, inputs)
 
 
-class NoHostReads(TorchDispatchMode):
-    """Fails on whatever would make the host wait for the device."""
+class NoHost(TorchDispatchMode):
+    """Fails on whatever would make the host wait for the device, or copies from the host: neither can be captured."""
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        assert func._schema.name not in (
+        name = func._schema.name
+        assert name not in (
             "aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero", "aten::equal",
+            "aten::masked_select",
         ), f"{func} inside a step reads a tensor on the host"  # fmt: skip
+        assert name != "aten::lift_fresh", "a tensor of the host's numbers is made inside a step"
+        if name in ("aten::index", "aten::index_put", "aten::index_put_"):
+            assert all(each is None or each.dtype != torch.bool for each in args[1]), "how many are true, the host asks"
         return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "wrong", [lambda x: float(x.sum()), lambda x: x + torch.tensor([1.0, 2.0]), lambda x: x[x > 1]]
+)
+def test_what_cannot_be_captured_is_noticed(wrong) -> None:
+    with pytest.raises(AssertionError), NoHost():
+        wrong(torch.ones(2))
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("method", METHODS)
-def test_a_step_reads_nothing_on_the_host(method: str, variant: str) -> None:
+def test_a_step_needs_nothing_of_the_host(method: str, variant: str) -> None:
     refused = registry.all_methods()[method].refuses
     changes = {
         name: value for name, value in VARIANTS[variant].items() if name not in refused and str(value) not in refused
@@ -172,7 +185,7 @@ def test_a_step_reads_nothing_on_the_host(method: str, variant: str) -> None:
     one.advance()
     assert one.learning is not None
     for inputs in one.open_epoch():
-        with NoHostReads():
+        with NoHost():
             one.learning.step(inputs)
 
 
