@@ -46,3 +46,6 @@ def test_any_shape_and_layout_is_masked(shape: tuple[int, ...]) -> None:
     assert found.shape == x.shape
     assert found.dtype == x.dtype
     assert set(found.flatten().tolist()) <= {0.0, 2.0}
+    kept = layer.draw(x)
+    assert kept is not None
+    assert kept.stride() == x.stride()  # the kernels of a card read both in one order

@@ -118,7 +118,8 @@ class Hat(Method):
 
     def _gate(self, name: str) -> Any:
         def hook(module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-            return output * self.gates[name].view(1, -1, *[1] * (output.ndim - 2))
+            gate = self.gates[name].to(output.dtype)  # half precision under --fast, which the kernels expect of both
+            return output * gate.view(1, -1, *[1] * (output.ndim - 2))
 
         return hook
 

@@ -33,7 +33,7 @@ def masked(x: Tensor, kept: Tensor, scale: float) -> Tensor:
 
 
 def drawn(x: Tensor, p: float, generator: Generator) -> Tensor:
-    """Which numbers of x are kept, each dropped with probability p.
+    """Which numbers of x are kept, each dropped with probability p; in x's layout, in which kernels read it.
 
     On a CPU sixteen bits decide, so that a draw of the generator is enough for four numbers: p as a multiple of 2⁻¹⁶.
     """
@@ -41,7 +41,8 @@ def drawn(x: Tensor, p: float, generator: Generator) -> Tensor:
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
     bits = words.view(torch.int16)[: x.numel()].view(x.shape)  # from -2¹⁵ on
-    return bits >= min(round(p * 2**16), 2**16 - 1) - 2**15
+    least = min(round(p * 2**16), 2**16 - 1) - 2**15
+    return torch.ge(bits, least, out=torch.empty_like(x, dtype=torch.bool))
 
 
 class Dropout(nn.Module):
