@@ -69,3 +69,23 @@ def test_excluded_modules_count_as_they_are_now() -> None:
     with torch.no_grad():
         model.head.weight.mul_(3)
     assert guard.compare(torch.randn(5, 8)).max_change == 0
+
+
+def test_norms_that_a_task_trains_for_itself_count() -> None:
+    torch.manual_seed(0)
+    model = named(fc=nn.Linear(20, 20), norm=nn.LayerNorm(20), head=nn.Linear(20, 3)).eval()
+    x = torch.randn(200, 20)
+    guard = ness.NullSpace(model, rule=ness.Rank(0), exclude="head", norm="per_task")
+    guard.observe(x)
+    before = model(x).detach()
+    guard.constrain(task="b")
+    model.head.requires_grad_(False)
+    train(model, torch.optim.AdamW(guard.parameters(), lr=1e-2), torch.randn(99, 20))
+    now = model(x).detach()
+    moved = float((now - before).norm() / before.norm())
+    assert moved > 0.01
+    assert guard.compare(x).relative_change == pytest.approx(moved, rel=1e-3)
+    assert torch.equal(model(x), now)  # the norms are back
+    guard.merge()
+    guard.use("first")
+    assert guard.compare(x).relative_change == 0

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from torch import nn
 
 import ness
 from helpers import ZOO, ResNetLike, low_rank, named, train
+from ness.protected import Protected
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 
@@ -180,3 +183,73 @@ def test_batchnorm_without_statistics_is_left_as_it_is_and_named() -> None:
     assert "outside the promise (batch statistics): bn1, bn2" in str(guard.certificate())
     assert not model.bn1.weight.requires_grad
     guard.merge()
+
+
+def test_a_constrained_model_can_be_pickled(tmp_path: Path) -> None:
+    model, guard, new = constrained("resnet")
+    train(model, torch.optim.SGD(guard.parameters(), lr=0.1), new, steps=2)
+    torch.save(model, tmp_path / "model.pt")
+    twin = torch.load(tmp_path / "model.pt", weights_only=False)
+    with torch.no_grad():
+        assert torch.equal(twin(new), model(new))
+    assert twin.state_dict().keys() == model.state_dict().keys()
+
+
+def test_loading_a_state_dict_while_constrained_warns() -> None:
+    model, guard, _ = constrained("mlp")
+    state = model.state_dict()
+    with pytest.warns(ness.NessWarning, match="a state dict holds the weights without the updates"):
+        model.load_state_dict(state)
+    guard.merge()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.load_state_dict(state)
+
+
+def test_a_copy_of_a_guard_refuses_optimizers_too() -> None:
+    _, guard, new = constrained("mlp", "sgd")
+    twin = copy.deepcopy(guard)
+    twin.model(new).square().mean().backward()
+    with pytest.raises(ness.NessError, match=r"exact for torch\.optim\.SGD alone"):
+        torch.optim.AdamW(twin.parameters()).step()
+    torch.optim.SGD(twin.parameters(), lr=0.1).step()
+    twin.merge()
+    twin.observe(new)
+
+
+def test_autocast_around_backward_does_not_leak() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(40, 32), nn.ReLU(), nn.Linear(32, 5))
+    guard = ness.NullSpace(model, exclude="2")
+    guard.observe(low_rank(400, 40))
+    guard.constrain(form="sgd")
+    optimizer = torch.optim.SGD(guard.parameters(), lr=0.3, momentum=0.9)
+    x, y = torch.randn(64, 40), torch.randint(0, 5, (64,))
+    for _ in range(20):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.bfloat16):
+            nn.functional.cross_entropy(model(x), y).backward()
+        optimizer.step()
+    assert guard.certificate().holds
+    assert guard.certificate()["0"].relative_drift < 1e-5
+
+
+def test_a_merge_that_broke_off_can_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, guard, new = constrained("mlp")
+    train(model, torch.optim.SGD(guard.parameters(), lr=0.1), new, steps=2)
+    with torch.no_grad():
+        trained = model(new)
+    finish, calls = Protected.finish, []
+
+    def out_of_memory(self: Protected, *args: Any, **kwargs: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        finish(self, *args, **kwargs)
+
+    monkeypatch.setattr(Protected, "finish", out_of_memory)
+    with pytest.raises(MemoryError):
+        guard.merge()
+    guard.merge()
+    assert not guard.constrained
+    assert torch.allclose(model(new), trained, atol=1e-5)

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import ness
 from helpers import Conv1D, Transformer, layers
 from ness.layers import AttentionInput, AttentionOutput, ConvLayer, LinearLayer, TransposedLinearLayer, layers_of
 
@@ -80,11 +81,13 @@ def test_attention_has_four_layers_and_true_rows() -> None:
     q, k = torch.randn(2, 3, 8).double(), torch.randn(2, 5, 8).double()
     seen: dict[str, list[tuple[Tensor, Tensor]]] = {name: [] for name in found}
     for name, layer in found.items():
-        layer.watch(layer.module, lambda rows, outputs, name=name: seen[name].append((rows, outputs)))
+        (host,) = layer.hosts
+        layer.watch(host, lambda rows, outputs, name=name: seen[name].append((rows, outputs)))
     with torch.no_grad():
         y, _ = attention(q, key=k, value=k)
     assert torch.equal(seen["a.in_proj.q"][0][0], q.reshape(1, -1, 8))
     assert torch.equal(seen["a.in_proj.v"][0][0], k.reshape(1, -1, 8))
+    assert [len(calls) for calls in seen.values()] == [1, 1, 1, 1]  # the second pass is nobody's business
     ((context, _),) = seen["a.out_proj"]
     by_hand = nn.functional.linear(context[0], attention.out_proj.weight, attention.out_proj.bias)
     assert torch.allclose(by_hand, y.reshape(-1, 8), atol=1e-12)
@@ -112,3 +115,45 @@ def test_kinds_are_recognised_and_strangers_are_not() -> None:
     for stranger in (OwnForward(2, 2), nn.LSTM(2, 2), nn.ConvTranspose2d(2, 2, 2), nn.Embedding(3, 2), nn.ReLU()):
         assert layers_of("x", stranger) == []
     assert layers_of("x", torch.nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))) == []
+
+
+class TwoAttentions(nn.Module):
+    """Two attention modules with one set of weights, called one after the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = (nn.MultiheadAttention(12, 2, batch_first=True) for _ in range(2))
+        self.b.in_proj_weight, self.b.in_proj_bias = self.a.in_proj_weight, self.a.in_proj_bias
+        self.b.out_proj.weight, self.b.out_proj.bias = self.a.out_proj.weight, self.a.out_proj.bias
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.a(x, x, x)[0] + self.b(z, z, z)[0]
+
+
+def test_attentions_with_one_set_of_weights_are_both_protected() -> None:
+    torch.manual_seed(0)
+    model = TwoAttentions().eval()
+    x, z = (torch.randn(60, 4, 3) @ torch.randn(3, 12) for _ in range(2))
+    guard = ness.NullSpace(model, rule=ness.Nuclear(1e-7))
+    guard.observe({"x": x, "z": z})
+    assert {gram.count for gram in guard.grams.values()} == {480}
+    before = model.a(x, x, x)[0].detach(), model.b(z, z, z)[0].detach()
+    guard.constrain()
+    optimizer = torch.optim.AdamW(guard.parameters(), lr=3e-2)
+    for _ in range(20):
+        optimizer.zero_grad()
+        (model(torch.randn(16, 4, 12), torch.randn(16, 4, 12)) - 1).square().mean().backward()
+        optimizer.step()
+    assert guard.certificate().holds
+    for attention, rows, output in ((model.a, x, before[0]), (model.b, z, before[1])):
+        assert (attention(rows, rows, rows)[0] - output).norm() < 1e-4 * output.norm()
+
+
+def test_a_pass_of_attention_is_seen_once_by_the_guard_and_by_others() -> None:
+    attention, calls = nn.MultiheadAttention(8, 2, batch_first=True), []
+    attention.register_forward_hook(lambda *_: calls.append(1))
+    by_position = lambda model, x: model(x, x, x, None, False)[0]  # noqa: E731  # need_weights is the fifth
+    guard = ness.NullSpace(attention)
+    guard.observe([torch.randn(4, 5, 8)] * 3, forward=by_position)
+    assert [gram.count for gram in guard.grams.values()] == [60, 60, 60, 60]
+    assert len(calls) == 3

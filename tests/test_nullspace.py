@@ -46,6 +46,7 @@ BETWEEN = {
     "another constrain": (lambda guard: guard.constrain(), "already constrained"),
     "rows observed": (lambda guard: guard.observe(low_rank(80, 16, rank=4)), "changed between two layers"),
     "a weight written": (lambda guard: guard.model.head.weight.detach().mul_(2), "changed between two layers"),
+    "a bias written": (lambda guard: guard.model.head.bias.detach().mul_(2), "changed between two layers"),
 }
 
 
@@ -367,7 +368,9 @@ def test_a_weight_shared_with_an_unsupported_module_is_refused_by_name() -> None
 
     with pytest.raises(ness.NessError, match=r"layer 'out' shares its weight with 'embed' \(Embedding\)"):
         ness.NullSpace(Tied())
-    assert ness.NullSpace(Tied(), exclude=["out"]).layers == ("fc",)
+    with pytest.raises(ness.NessError, match=r"'out.weight' is excluded, and 'embed.weight' is the same parameter"):
+        ness.NullSpace(Tied(), exclude=["out"])
+    assert ness.NullSpace(Tied(), exclude=["out", "embed"]).layers == ("fc",)
     half = named(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
     half.b.weight = half.a.weight
     with pytest.raises(ness.NessError, match="share a weight but differ"):
@@ -552,3 +555,10 @@ def test_the_resnet_example_prints_a_certificate() -> None:
     assert text.splitlines()[0].split()[:4] == ["name", "fan", "in", "rank"]
     assert "conv1" in text
     assert "holds" in text
+
+
+def test_a_second_name_for_what_was_observed_says_how_a_task_begins() -> None:
+    guard = ready()
+    guard.observe(low_rank(80, 16, rank=4), task="a")
+    with pytest.raises(ness.NessError, match=r"the task in use is 'a'; 'b' begins with constrain\(task='b'\)"):
+        guard.observe(low_rank(80, 16, rank=4), task="b")

@@ -187,3 +187,23 @@ def test_float32_blocks_give_the_same_ranks() -> None:
         guard.constrain()
         ranks.append(guard.certificate().rows[0].rank)
     assert ranks[0] == ranks[1] > 0
+
+
+def test_a_group_that_saw_only_zeros_leaves_a_drift_limit_and_a_budget_to_the_others() -> None:
+    model = nn.Sequential(nn.Conv2d(2, 2, 3, groups=2, bias=False))
+    x = torch.rand(50, 2, 1, 1).expand(50, 2, 6, 6).clone()
+    x[:, 1] = 0
+    guard = ness.NullSpace(model)
+    guard.observe(x)
+    guard.constrain(max_drift=0.1)
+    optimizer = torch.optim.SGD(guard.parameters(), lr=10.0)
+    for _ in range(5):
+        optimizer.zero_grad()
+        (model(torch.rand(8, 2, 6, 6)) - 1).square().mean().backward()
+        optimizer.step()
+    assert guard.certificate()["0"].relative_drift <= 0.1
+    guard.merge()
+    frugal = ness.NullSpace(nn.Sequential(nn.Conv2d(2, 2, 3, groups=2, bias=False)), rule=ness.Budget(5))
+    frugal.observe(x)
+    frugal.constrain()
+    assert frugal.certificate()["0"].rank == 5

@@ -57,7 +57,8 @@ def test_after_a_bad_batch_the_statistics_are_those_before_it(first: int, more: 
     guard, reference = ness.NullSpace(model), ness.NullSpace(model)
     with pytest.raises(ness.NessError, match=rf"layer 'conv'.*\(batch {first}\)"):
         guard.observe(data)
-    reference.observe(data[:first])
+    if first:
+        reference.observe(data[:first])
     same_books(guard, reference)
 
 
@@ -164,3 +165,97 @@ def test_a_layer_and_batch_take_few_operations() -> None:
 def test_energy_is_the_square_sum_of_the_outputs() -> None:
     outputs = torch.randn(5, 3, 4, 4) * 100
     assert float(energy(outputs)) == pytest.approx(float(outputs.double().square().sum()), rel=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore::ness.NessWarning")
+@pytest.mark.parametrize("rule", [ness.Nuclear(0.02), ness.Within(0.1)])
+@pytest.mark.parametrize("inside", [False, True])
+def test_inference_mode_around_observing_changes_nothing(inside: bool, rule: ness.Rule) -> None:
+    model = small()
+    guard, reference = ness.NullSpace(model, rule=rule), ness.NullSpace(model, rule=rule)
+    for _ in range(2):  # a second time on top of the first
+        data = batches(3)
+        if inside:
+            with guard.observing(), torch.inference_mode():
+                for batch in data:
+                    model(batch)
+        else:
+            with torch.inference_mode():
+                guard.observe(data)
+        reference.observe(data)
+    same_books(guard, reference)
+    guard.constrain()
+    optimizer = torch.optim.SGD(guard.parameters(), lr=0.01)
+    model(batches(1)[0]).square().mean().backward()
+    optimizer.step()
+    trained = model(batches(1)[0]).detach()
+    guard.merge()
+    assert torch.allclose(model(batches(1)[0]), trained, atol=1e-5)
+    guard.observe(batches(1))
+
+
+@pytest.mark.filterwarnings("ignore::ness.NessWarning")
+def test_constraining_in_inference_mode_gives_updates_that_train() -> None:
+    guard = ness.NullSpace(small(), rule=ness.Nuclear(0.02))
+    with torch.inference_mode():
+        guard.observe(batches(3))
+        guard.constrain()
+    guard.model(batches(1)[0]).square().mean().backward()
+    torch.optim.SGD(guard.parameters(), lr=0.01).step()
+    assert guard.certificate().holds
+
+
+def test_observing_nothing_is_refused() -> None:
+    guard = ness.NullSpace(small())
+    data = iter(batches(2))
+    guard.observe(data)
+    with pytest.raises(ness.NessError, match="there was no batch, so nothing new is protected"):
+        guard.observe(data)  # used up
+    with pytest.raises(ness.NessError, match="no forward pass was run"), guard.observing():
+        pass
+    assert guard.grams["head"].count == 8
+
+
+class Again(nn.Module):
+    """A model that calls itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, depth: int = 2, fails: bool = False) -> Tensor:
+        y = self.fc(x)
+        if depth:
+            return self(y, depth - 1, fails)
+        if fails:
+            raise ValueError("at the bottom")
+        return y
+
+
+def test_a_model_that_calls_itself_is_seen_whole() -> None:
+    model = Again()
+    guard, reference = ness.NullSpace(model), ness.NullSpace(model)
+    x = torch.randn(10, 4)
+    with guard.observing():
+        model(x)
+        with pytest.raises(ValueError, match="bottom"):
+            model(x, fails=True)
+        try:
+            raise KeyError("of the caller's own")
+        except KeyError:
+            model(x)
+    reference.observe([x, x])
+    assert guard.grams["fc"].count == 60
+    same_books(guard, reference)
+
+
+def test_float32_statistics_are_as_exact_under_autocast() -> None:
+    x = torch.randn(300, 40)
+    grams = []
+    for mixed in (False, True):
+        guard = ness.NullSpace(nn.Linear(40, 8), statistics_dtype=torch.float32)
+        with torch.autocast("cpu", torch.bfloat16, enabled=mixed):
+            guard.observe(x)
+        (gram,) = guard.grams.values()
+        grams.append(gram.matrix)
+    assert torch.equal(*grams)

@@ -77,7 +77,10 @@ def test_budget_is_kept_and_spent_on_the_weakest(data: st.DataObject, budget: in
     chosen = ness.Budget(budget).select(spectra)
     spent = sum(chosen[name].rank * spectra[name].outputs for name in spectra)
     assert spent <= budget
-    relative = {k: s.sigma / s.sigma.norm().clamp(min=1e-300) for k, s in spectra.items()}
+    norms = {k: s.sigma.norm() for k, s in spectra.items()}  # what saw nothing comes last
+    relative = {
+        k: s.sigma / norms[k] if norms[k] > 0 else torch.full_like(s.sigma, math.inf) for k, s in spectra.items()
+    }
     taken = [float(relative[k][chosen[k].weights > 0].max()) for k in spectra if chosen[k].rank]
     left = [float(relative[k][chosen[k].weights == 0].min()) for k in spectra if (chosen[k].weights == 0).any()]
     if taken and left:
@@ -162,3 +165,16 @@ def test_rules_survive_json(rule: ness.Rule) -> None:
 def test_an_unknown_rule_is_refused() -> None:
     with pytest.raises(ness.NessError, match="unknown rule 'magic'; known: budget"):
         rule_from_dict({"name": "magic"})
+
+
+def test_a_rule_that_is_no_dataclass_is_not_saved_and_damage_is_told() -> None:
+    class Loose(ness.Rule):
+        name = "loose"
+
+    try:
+        with pytest.raises(ness.NessError, match="a rule is a frozen dataclass"):
+            rule_to_dict(Loose())
+    finally:
+        del ness.Rule.registry["loose"]
+    with pytest.raises(ness.NessError, match="unknown rule 'x'"):
+        rule_from_dict("x")  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -368,7 +369,7 @@ def test_a_layer_whose_outputs_are_zero_is_frozen_and_listed() -> None:
     guard.observe(torch.randn(40, 8))
     guard.constrain()
     assert list(guard.skipped) == ["zero"]
-    assert "no fraction of 0" in guard.skipped["zero"]
+    assert "no fraction of that" in guard.skipped["zero"]
     nn.init.normal_(guard._protected["body"].constraint.update.parameter, std=0.01)  # type: ignore[union-attr]
     guard.merge()
     assert not bool(model.zero.weight.any())
@@ -409,3 +410,17 @@ def test_a_guard_saved_under_another_kind_of_rule_is_refused() -> None:
     for guard, other, message in ((guards[0], guards[1], "keeps each"), (guards[1], guards[0], "keeps no")):
         with pytest.raises(ness.NessError, match=f"{message} task's own drift in layer 'layer'"):
             other.load_state(*guard.state())
+
+
+def test_a_layer_whose_outputs_overflow_is_frozen_and_said_to_be_unknown() -> None:
+    torch.manual_seed(0)
+    model = named(a=nn.Linear(8, 4, bias=False).half(), b=nn.Linear(8, 4, bias=False).half())
+    with torch.no_grad():
+        model.a.weight.mul_(1e3)
+    guard = ness.NullSpace(model, rule=ness.Within(0.1))
+    x = (torch.randn(100, 8) * 300).half()
+    guard.observe(x, forward=lambda model, batch: (model.a(batch), model.b(batch)))
+    guard.constrain()
+    assert "overflow" in guard.skipped["a"]
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["b.ness_weight"]
+    assert math.isnan(guard.certificate()["a"].relative_drift)

@@ -87,7 +87,10 @@ class Certificate:
         broken = [row.name for row in self.rows if not row.holds]
         if broken:
             lines.append(f"BROKEN: the measured drift exceeds its bound in {', '.join(broken)}")
-            lines.append("(a weight was changed other than through the guard's updates)")
+            lines.append(
+                "(a weight was changed other than through the guard's updates, or, with form='sgd', a gradient"
+            )
+            lines.append("was changed entry by entry: clipped by value, say)")
         else:
             lines.append("holds: the measured drift is within its bound in every layer")
         if self.outside:

@@ -20,6 +20,8 @@ def check_guard_options(
             f"NullSpace: found a {type(model).__name__}; guard the plain model, and wrap it after constrain(), "
             "so that the wrapper sees the updates"
         )
+    if any(isinstance(parameter, nn.parameter.UninitializedParameter) for parameter in model.parameters()):
+        raise NessError("NullSpace: the model has lazy layers without a shape yet; run one batch through it first")
     if not isinstance(rule, Rule):
         raise NessError(f"NullSpace(rule={rule!r}): expected a rule such as ness.Nuclear(1e-3)")
     if bias not in ("constrain", "freeze"):

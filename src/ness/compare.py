@@ -30,8 +30,8 @@ class Comparison:
 
     def __str__(self) -> str:
         return (
-            f"{self.samples} samples: outputs moved by {self.relative_change:.2%} of their size "
-            f"(RMS {self.rms_change:.3g} of {self.rms_output:.3g}, at most {self.max_change:.3g})"
+            f"{self.samples} samples: outputs moved since the last observe by {self.relative_change:.2%} of "
+            f"their size (RMS {self.rms_change:.3g} of {self.rms_output:.3g}, at most {self.max_change:.3g})"
         )
 
 

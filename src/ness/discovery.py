@@ -27,8 +27,12 @@ class Found:
 def discover(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -> Found:
     """Take a model apart by name; ties between weights are followed, or refused by name."""
     modules = dict(model.named_modules())
-    names = [*modules, *(name for name, _ in model.named_parameters())]
+    every = dict(model.named_modules(remove_duplicate=False))
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    names = [*every, *parameters]
     excluded = _with_children(names, matched(names, exclude, "exclude"))
+    excluded = _with_children(names, _also_called(every, excluded))
+    _refuse_half_excluded(parameters, excluded)
     layers, skipped = _layers(modules, excluded)
     if include:
         wanted = _with_children([*names, *layers], matched([*names, *layers], include, "include"))
@@ -41,9 +45,47 @@ def discover(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -
             f"after include={list(include)} and exclude={list(exclude)}; "
             + ("; ".join(f"{name or '(model)'}: {why}" for name, why in skipped.items()) or "it has no such layer")
         )
+    _refuse_parts(layers, parameters, excluded)
     layers = _tied(layers)
     _refuse_foreign_ties(layers, modules)
     return Found(layers, norm_modules(model, excluded), skipped, excluded)
+
+
+def shape_of(model: nn.Module) -> tuple[tuple[str, int], ...]:
+    """What changes when a module or a parameter of the model is added, replaced or taken away."""
+    modules, parameters = model.named_modules(remove_duplicate=False), model.named_parameters(remove_duplicate=False)
+    return (*((name, id(module)) for name, module in modules), *((name, id(value)) for name, value in parameters))
+
+
+def _also_called(modules: dict[str, nn.Module], excluded: set[str]) -> set[str]:
+    """The names, and all others of the modules that some of them mean."""
+    meant = {id(module) for name, module in modules.items() if name in excluded}
+    return excluded | {name for name, module in modules.items() if id(module) in meant}
+
+
+def _refuse_half_excluded(parameters: dict[str, nn.Parameter], excluded: set[str]) -> None:
+    """A parameter of two modules can be the caller's or stand still, not both."""
+    first: dict[int, str] = {}
+    for name, parameter in parameters.items():
+        known = first.setdefault(id(parameter), name)
+        if (known in excluded) != (name in excluded):
+            mine, other = (known, name) if known in excluded else (name, known)
+            raise NessError(
+                f"{mine!r} is excluded, and {other!r} is the same parameter and is not; exclude both, and it trains "
+                "for both, or untie the two"
+            )
+
+
+def _refuse_parts(layers: dict[str, Layer], parameters: dict[str, nn.Parameter], excluded: set[str]) -> None:
+    """A layer is protected whole: an update beside a weight or a bias that trains freely protects nothing."""
+    free = {id(parameter): name for name, parameter in parameters.items() if name in excluded}
+    for layer in layers.values():
+        for parameter in (layer.weight, layer.bias):
+            if id(parameter) in free:
+                raise NessError(
+                    f"exclude means {free[id(parameter)]!r}, a part of layer {layer.name!r}, which is protected whole; "
+                    "exclude the layer, or keep its bias as it is with bias='freeze'"
+                )
 
 
 def _with_children(names: Sequence[str], roots: set[str]) -> set[str]:
@@ -73,6 +115,8 @@ def _why_not(module: nn.Module, own: list[str]) -> str:
     kind = type(module).__name__
     if hasattr(module, "parametrizations"):
         return f"{kind} with a parametrised weight: remove the parametrisation first"
+    if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)) and "weight" not in module._parameters:
+        return f"{kind} whose weight is computed in every forward (weight_norm, spectral_norm): remove that first"
     if isinstance(module, (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.MultiheadAttention)):
         return f"{kind} with a forward of its own: its input rows are not known"
     if any(module.children()):
@@ -90,7 +134,7 @@ def _tied(layers: dict[str, Layer]) -> dict[str, Layer]:
         if first is layer:
             kept[name] = layer
         elif type(first) is type(layer) and first.bias is layer.bias and first.module is not layer.module:
-            first.modules.extend(layer.modules)
+            first.join(layer)
         else:
             raise NessError(
                 f"layers {first.name!r} and {name!r} share a weight but differ in kind or bias; "
@@ -109,5 +153,5 @@ def _refuse_foreign_ties(layers: dict[str, Layer], modules: dict[str, nn.Module]
                 if holds and id(module) not in owners[layer.name]:
                     raise NessError(
                         f"layer {layer.name!r} shares its {kind} with {name!r} ({type(module).__name__}), which is not "
-                        f"constrained with it; exclude {layer.name!r}, or untie the two"
+                        f"constrained with it; exclude both, or untie the two"
                     )

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
+from ness.precision import full_precision
 
 CHUNK_ELEMENTS = 1 << 22  # entries of X widened to float64 at a time: 32 MB, whatever the number of samples
 CHUNK_ON_A_CARD = 8  # times as many there: a card waits for nothing but the next launch
@@ -45,7 +46,9 @@ def add_gram_(total: Tensor, rows: Tensor, fan_in: int, dtype: torch.dtype = tor
             add_product_(total, wide, parts_of(wide) if wide.is_cuda else 1)
             continue
         for part in torch.split(wide, wide.shape[1] if dtype == torch.float64 else CHUNK_ROWS, dim=1):
-            total += (part.mT @ part).to(total.device)
+            with full_precision(part):
+                product = part.mT @ part
+            total += product.to(total.device)
 
 
 def add_product_(total: Tensor, rows: Tensor, parts: int) -> None:

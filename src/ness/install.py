@@ -8,13 +8,15 @@ out puts the class back.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
+from ness.errors import NessWarning
 from ness.update import Update
 
 UPDATES = "_ness_updates"  # module.__dict__ key: the updates of this module
@@ -23,6 +25,8 @@ PREFIX = "ness_"  # name of a trained parameter inside its module: "ness_weight"
 
 class _Constrained(nn.Module):
     """Mixed into a module's class while it is constrained."""
+
+    _ness_made_of: ClassVar[tuple[type[nn.Module], frozenset[str], bool, str]]  # what `_constrained_class` was given
 
     def _ness_held(self) -> dict[str, nn.Parameter | None]:
         return {name: self._parameters.pop(name) for name in list(self._parameters) if name.startswith(PREFIX)}
@@ -33,6 +37,12 @@ class _Constrained(nn.Module):
         self._parameters.update(held)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            "load_state_dict into a constrained model: a state dict holds the weights without the updates, so those "
+            "that are trained now stay; put copies of guard.parameters() back instead, or use guard.load_state",
+            NessWarning,
+            stacklevel=2,
+        )
         held = self._ness_held()
         super()._load_from_state_dict(*args, **kwargs)
         self._parameters.update(held)
@@ -44,6 +54,9 @@ class _Constrained(nn.Module):
         for update in self.__dict__[UPDATES]:
             update.to(update.layer.weight.device)
         return self
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new_constrained, type(self)._ness_made_of, dict(self.__dict__)
 
 
 class _FrozenNorm(nn.Module):
@@ -57,6 +70,9 @@ class _FrozenNorm(nn.Module):
         finally:
             self.training = mode
         return result
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        return _new_frozen_norm, (type(self).__mro__[2],), dict(self.__dict__)
 
 
 def _reader(name: str) -> property:
@@ -93,6 +109,7 @@ def _forward_of_conv1d(self: nn.Module, x: Tensor) -> Tensor:
 @cache
 def _constrained_class(base: type[nn.Module], names: frozenset[str], runs: bool, argument: str) -> type[nn.Module]:
     namespace: dict[str, Any] = {name: _reader(name) for name in names}
+    namespace["_ness_made_of"] = base, names, runs, argument
     if runs:
         namespace["forward"] = _forward_of_conv1d if argument == "x" else _forward_of_linear
     return type(base.__name__, (_Constrained, base), {"__module__": base.__module__, **namespace})
@@ -101,6 +118,18 @@ def _constrained_class(base: type[nn.Module], names: frozenset[str], runs: bool,
 @cache
 def _frozen_norm_class(base: type[nn.Module]) -> type[nn.Module]:
     return type(base.__name__, (_FrozenNorm, base), {"__module__": base.__module__})
+
+
+def _new_constrained(base: type[nn.Module], names: frozenset[str], runs: bool, argument: str) -> nn.Module:
+    """An empty module of that class, for copies and pickles to fill."""
+    kind = _constrained_class(base, names, runs, argument)  # type: ignore[arg-type]
+    return kind.__new__(kind)
+
+
+def _new_frozen_norm(base: type[nn.Module]) -> nn.Module:
+    """An empty module of that class, for copies and pickles to fill."""
+    kind = _frozen_norm_class(base)  # type: ignore[arg-type]
+    return kind.__new__(kind)
 
 
 def is_constrained(module: nn.Module) -> bool:
@@ -127,8 +156,8 @@ def install(updates: list[Update]) -> None:
 
 
 def uninstall(updates: list[Update]) -> None:
-    """Take updates out again: the module's own class, its own parameters."""
-    for module in {module for update in updates for module in update.layer.modules}:
+    """Take updates out again: the module's own class, its own parameters. A module without any is left as it is."""
+    for module in {module for update in updates for module in update.layer.modules if is_constrained(module)}:
         for name in [name for name in module._parameters if name.startswith(PREFIX)]:
             del module._parameters[name]
         del module.__dict__[UPDATES]

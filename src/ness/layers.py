@@ -6,8 +6,9 @@ v and the output projection). A new kind is one class with `find`.
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -23,8 +24,9 @@ Record = Callable[[Rows, Tensor], None]
 class Layer(ABC):
     """One place where input rows meet a weight: its names, its sizes, its rows.
 
-    `modules` are all modules that hold this very weight (more than one where weights are tied). `weight_part` and
-    `bias_part` cut a stacked parameter along its first dimension, as the in-projection of attention needs.
+    `modules` are all modules that hold this very weight (more than one where weights are tied), `hosts` those whose
+    forward calls show its rows, one beside each. `weight_part` and `bias_part` cut a stacked parameter along its first
+    dimension, as the in-projection of attention needs.
     """
 
     kind: ClassVar[str] = ""
@@ -50,9 +52,18 @@ class Layer(ABC):
     def find(cls, name: str, module: nn.Module) -> list[Layer]:
         """The layers of this kind that `module` holds, or none."""
 
+    @property
+    def hosts(self) -> Sequence[nn.Module]:
+        """The modules to watch: those that hold the weight, unless others run it for them."""
+        return self.modules
+
+    def join(self, other: Layer) -> None:
+        """Take over the modules of a layer that has the same weight."""
+        self.modules.extend(other.modules)
+
     @abstractmethod
     def watch(self, module: nn.Module, record: Record) -> RemovableHandle:
-        """Call `record(rows, outputs)` once at every forward call of `module`."""
+        """Call `record(rows, outputs)` once at every forward call of `module`, one of the hosts."""
 
     # -- parameters -------------------------------------------------------------------------------------------------
 
@@ -326,7 +337,17 @@ class AttentionOutput(LinearLayer):
 
     def __init__(self, name: str, module: nn.MultiheadAttention) -> None:
         super().__init__(f"{name}.out_proj" if name else "out_proj", module.out_proj)
-        self.parent = module
+        self.attentions: list[nn.Module] = [module]
+
+    @property
+    def hosts(self) -> Sequence[nn.Module]:
+        """The attentions."""
+        return self.attentions
+
+    def join(self, other: Layer) -> None:
+        """Its attentions as well."""
+        super().join(other)
+        self.attentions.extend(other.hosts)
 
     @classmethod
     def find(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -335,24 +356,31 @@ class AttentionOutput(LinearLayer):
 
     def watch(self, module: nn.Module, record: Record) -> RemovableHandle:
         """Run the attention once more with the identity as out-projection: its output is the rows."""
-        busy = False
+        unhooked, signature = _Unhooked(module), inspect.signature(nn.MultiheadAttention.forward)
 
         def hook(attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            nonlocal busy
-            if busy:
-                return
             identity = torch.eye(self.fan_in, dtype=self.weight.dtype, device=self.weight.device)
-            replaced = {"out_proj.weight": identity}
+            replaced = {"module.out_proj.weight": identity}
             if self.bias is not None:
-                replaced["out_proj.bias"] = torch.zeros_like(self.bias)
-            busy = True
-            try:
-                context, _ = torch.func.functional_call(attention, replaced, args, {**kwargs, "need_weights": False})
-            finally:
-                busy = False
+                replaced["module.out_proj.bias"] = torch.zeros_like(self.bias)
+            call = signature.bind(attention, *args, **kwargs)
+            call.arguments["need_weights"] = False
+            context, _ = torch.func.functional_call(unhooked, replaced, call.args[1:], call.kwargs)
             record(context.reshape(1, -1, self.fan_in), output[0])
 
-        return self.parent.register_forward_hook(hook, with_kwargs=True, prepend=True)
+        return module.register_forward_hook(hook, with_kwargs=True, prepend=True)
+
+
+class _Unhooked(nn.Module):
+    """A module's forward without its hooks: nobody is told of a pass that is ours alone."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own."""
+        return self.module.forward(*args, **kwargs)
 
 
 def layers_of(name: str, module: nn.Module) -> list[Layer]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,14 +16,14 @@ from ness import distributed, storage
 from ness.certificate import Certificate
 from ness.checks import check_constrain_options, check_guard_options
 from ness.compare import Comparison, compare_outputs
-from ness.discovery import discover
+from ness.discovery import discover, shape_of
 from ness.errors import NessError, NessWarning
 from ness.gram import Gram
 from ness.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
 from ness.moments import Moments
 from ness.names import as_patterns
 from ness.norms import affine_parameters, read_norms, uses_batch_statistics, write_norms
-from ness.observe import Forward, Recorder, batches_of, call_model, passes_of, watching
+from ness.observe import Forward, Recorder, batches_of, call_model, nothing_seen, passes_of, watching
 from ness.optimizers import refuse_other_optimizers
 from ness.private import PrivatePart, capped, check_private
 from ness.protected import Protected
@@ -32,6 +33,11 @@ from ness.tasks import Tasks
 from ness.update import Form, Update
 
 DEFAULT_RULE = Nuclear(1e-3)
+
+
+def _ordinary_tensors() -> torch.inference_mode:
+    """Tensors made inside can be written to later, also where the caller is in inference mode."""
+    return torch.inference_mode(False)
 
 
 class NullSpace:
@@ -64,7 +70,8 @@ class NullSpace:
         private_basis: tasks use the same private directions, "shared", chosen once and grown where a task asks for
             more; or choose and keep their own, "per_task".
         statistics_device: where Grams live; by default on each layer's own device.
-        statistics_dtype: `torch.float32` multiplies blocks in float32: faster on some cards, 1e-6 instead of 1e-10.
+        statistics_dtype: `torch.float32` multiplies blocks in float32: faster on some cards, and Grams are right to
+            1e-6 instead of 1e-10, so that no drift under a thousandth of a layer's outputs can be told from none.
     """
 
     def __init__(
@@ -87,6 +94,7 @@ class NullSpace:
         self.statistics_device = None if statistics_device is None else torch.device(statistics_device)
         self.statistics_dtype = statistics_dtype
         self._found = discover(model, self.include, self.exclude)
+        self._shape = shape_of(model)
         self._protected: dict[str, Protected] = {}
         self._tasks = Tasks()
         self._phase: Literal["open", "constrained", "merged"] = "open"
@@ -142,10 +150,13 @@ class NullSpace:
         or within 64 batches, since asking the device after each would make it wait.
         """
         with self._watching(task) as recorder:
+            index = -1
             for index, batch in enumerate(batches_of(batches)):
                 recorder.drop()
                 call_model(self.model, batch, forward)
                 recorder.end(f"batch {index}")
+            if index < 0:
+                nothing_seen("there was no batch")
 
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
@@ -157,9 +168,11 @@ class NullSpace:
     def _watching(self, task: str | None) -> Iterator[Recorder]:
         if self.constrained or any(is_constrained(module) for module in self.model.modules()):
             raise NessError("observe: the model is constrained; call merge() or discard() first")
+        self._refresh()
         self._tasks.name_observed(task)
-        for protected in self._protected.values():
-            protected.settle()
+        with _ordinary_tensors():
+            for protected in self._protected.values():
+                protected.settle()
         known = set(self._protected)
         recorder = Recorder(self._ledger, self.statistics_dtype)
         try:
@@ -176,8 +189,33 @@ class NullSpace:
             unseen = [name for name, held in self._protected.items() if name not in known and held.gram.count == 0]
             for name in unseen:
                 del self._protected[name]
-            for protected in self._protected.values():
-                protected.absorb()
+            with _ordinary_tensors():
+                for protected in self._protected.values():
+                    protected.absorb()
+
+    def _refresh(self) -> None:
+        """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
+
+        A head that is added later is excluded as its kind is, and a layer that is added later can be observed.
+        """
+        now = shape_of(self.model)
+        if now == self._shape:
+            return
+        found = discover(self.model, self.include, self.exclude)
+        for name, protected in self._protected.items():
+            layer = found.layers.get(name)
+            if layer is None or {*layer.modules} != {*protected.layer.modules}:
+                raise NessError(
+                    f"layer {name!r} is another one, or gone, since it was observed, and what was observed is of the "
+                    "old one; put it back, or make a new guard and observe again"
+                )
+            found.layers[name] = protected.layer
+        if self.norm == "per_task" and self._tasks.started and found.norms.keys() != self._found.norms.keys():
+            raise NessError(
+                "the model has other norms than when the first task began, and norm='per_task' keeps a copy of each "
+                "for every task; make a new guard and observe again"
+            )
+        self._found, self._shape = found, now
 
     def _device(self, name: str) -> torch.device:
         if name in self._protected:
@@ -219,18 +257,22 @@ class NullSpace:
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
-        Training starts from the shared weights: where the task in use has a private part, that is taken out first.
+        A layer whose weight has `requires_grad=False` stays as it is. Training starts from the shared weights: where
+        the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` holds the
+        weights without the updates: keep those with `save` or `state`, or as copies of `parameters()`.
 
         Args:
-            form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum and decay included).
+            form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum, decay and clipping by norm
+                included; gradients that are changed entry by entry, as by `clip_grad_value_`, leave the free space).
             max_drift: keep every layer's RMS drift under this fraction of its own output's RMS, at every step.
             task: the name of the task that begins; needed with `norm="per_task"` and with `private`.
             private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
         """
-        for _ in self._constraining(form, max_drift, task, private, depth=3):
-            pass
+        with _ordinary_tensors():
+            for _ in self._constraining(form, max_drift, task, private, depth=3):
+                pass
 
     def constraining(
         self,
@@ -277,7 +319,9 @@ class NullSpace:
                 )
         for doubt in self._doubts(spectra, private):
             warnings.warn(doubt, NessWarning, stacklevel=depth)
-        selections = self._selections(spectra)
+        selections = {
+            name: self._protected[name].living(selection) for name, selection in self._selections(spectra).items()
+        }
         constraints = {
             name: self._protected[name].prepare(spectra[name], selection, form, self.bias)
             for name, selection in selections.items()
@@ -303,6 +347,7 @@ class NullSpace:
             raise NessError("constrain: already constrained; call merge() or discard() first")
         if any(is_constrained(module) for module in self.model.modules()):
             raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
+        self._refresh()
         if not self._protected and not distributed.active():
             raise NessError("constrain: nothing was observed yet; call observe(old_inputs) first")
         if self.norm == "per_task" and task is None:
@@ -317,7 +362,10 @@ class NullSpace:
 
     def _stamp(self) -> dict[str, tuple[int, int]]:
         """What changes when rows are observed or a weight is written, by layer."""
-        return {name: (held.gram.count, held.layer.weight._version) for name, held in self._protected.items()}
+        return {
+            name: (held.gram.count, sum(p._version for p in (held.layer.weight, held.layer.bias) if p is not None))
+            for name, held in self._protected.items()
+        }
 
     def _spectra(self, private: int) -> Iterator[tuple[str, Spectrum]]:
         """Decompose every layer that saw something, beside its private directions; note those that did not."""
@@ -328,8 +376,13 @@ class NullSpace:
                 self._idle[name] = "saw only zeros: frozen"
                 continue
             found = True
+            if not protected.layer.weight.requires_grad:
+                self._idle[name] = "its weight has requires_grad=False: frozen, as it was"
+                continue
             if protected.silent:
-                self._idle[name] = "some task's outputs are all 0, and no fraction of 0 is a change: frozen"
+                self._idle[name] = (
+                    "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
+                )
                 continue
             decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
             yield name, decompose(self.bias, capped(private, protected.layer.fan_in))
@@ -373,6 +426,7 @@ class NullSpace:
         for name, parameter in self.model.named_parameters(remove_duplicate=False):
             if name not in self._found.excluded:
                 parameter.requires_grad_(False)
+                parameter.grad = None  # else an optimizer that was made before would move it once more
         if self.norm == "per_task":
             for parameter in affine_parameters(self._found.norms):
                 parameter.requires_grad_(True)
@@ -421,8 +475,9 @@ class NullSpace:
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
         """Measure how far the model's outputs on these batches are from what they were when it was last observed.
 
-        This is the end-to-end change, upstream drift included, of the protected layers; excluded modules count as
-        they are now.
+        This is the end-to-end change, upstream drift included, of the protected layers, and of norms that a task under
+        way trains for itself; excluded modules count as they are now. So ask before you observe the next task's data:
+        afterwards the weights as they are then are what is compared with.
         """
         if not self._protected:
             raise NessError("compare: nothing was observed yet; call observe(old_inputs) first")
@@ -435,17 +490,23 @@ class NullSpace:
         uninstall(updates)
         now = {name: protected.layer.stored() for name, protected in self._protected.items()}
         parts = self._tasks.private_in_use()
+        norms = read_norms(self._found.norms) if self.constrained and self.norm == "per_task" else None
         try:
+            if norms is not None:
+                write_norms(self._found.norms, self._tasks.norms_in_use())
             for name, protected in self._protected.items():
                 protected.write(protected.with_private(protected.anchor, parts.get(name)))
             yield
         finally:
             for name, protected in self._protected.items():
                 protected.write(now[name])
+            if norms is not None:
+                write_norms(self._found.norms, norms)
             install(updates)
 
     # -- end --------------------------------------------------------------------------------------------------------
 
+    @_ordinary_tensors()
     def merge(self) -> None:
         """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order.
 
@@ -476,7 +537,10 @@ class NullSpace:
         self._phase = "merged"
 
     def discard(self) -> None:
-        """Drop the updates: the model is what it was before `constrain`, its task's private part included."""
+        """Drop the updates: the model is what it was before `constrain`, its task's private part included.
+
+        Excluded modules keep what they have learnt.
+        """
         self._require_constrained("discard()")
         self._leave()
         for protected in self._protected.values():
@@ -560,6 +624,16 @@ class NullSpace:
     def _require_constrained(self, what: str) -> None:
         if not self.constrained:
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NullSpace:
+        """A guard of a copy of the model, which refuses optimizers as this one does."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_watch_optimizers": None}, memo))
+        twin._shape = shape_of(twin.model) if not twin.constrained else ()
+        if self._watch_optimizers is not None:
+            twin._watch_optimizers = refuse_other_optimizers(twin)
+        return twin
 
     def __repr__(self) -> str:
         return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ness import distributed
 from ness.errors import NessError
 from ness.gram import add_gram_
 from ness.layers import Layer, Record, Rows
@@ -56,13 +58,14 @@ class Recorder:
 
     def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         """Add one forward call of one layer to the pass under way."""
-        books, added = self.open_books(layer.name), energy(outputs)
-        staged = self.staged.get(layer.name)
-        if staged is None:
-            staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
-        else:
-            staged.energy = staged.energy + added
-        add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
+        with torch.inference_mode(False), torch.no_grad():  # what is booked here is written to outside that mode
+            books, added = self.open_books(layer.name), energy(outputs)
+            staged = self.staged.get(layer.name)
+            if staged is None:
+                staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
+            else:
+                staged.energy = staged.energy + added
+            add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
         staged.count += rows.numel() // (layer.groups * layer.fan_in)
         staged.calls += 1
 
@@ -143,8 +146,8 @@ def watching(
     try:
         torch.backends.mha.set_fastpath_enabled(False)
         for layer in layers:
-            for module in layer.modules:
-                handles.append(layer.watch(module, _bound(record, layer)))
+            for host in layer.hosts:
+                handles.append(layer.watch(host, _bound(record, layer)))
         model.eval()
         with torch.no_grad():
             yield
@@ -158,27 +161,40 @@ def watching(
 
 @contextmanager
 def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Every pass the caller runs inside is one to the recorder; a pass that breaks off is none."""
-    passes, inside = 0, False
+    """Every pass the caller runs inside is one to the recorder; a pass that breaks off is none.
+
+    A model may call itself: what counts as a pass is its outermost call.
+    """
+    passes, errors = 0, []  # what was being handled when each call that is under way began
 
     def begins(*_: Any) -> None:
-        nonlocal inside
-        if inside:  # the pass before broke off and the caller went on: nothing of it counts
-            recorder.drop()
-        inside = True
+        errors.append(sys.exception())
 
     def ends(*_: Any) -> None:
-        nonlocal passes, inside
-        recorder.end(f"pass {passes}")
-        passes, inside = passes + 1, False
+        nonlocal passes
+        if (
+            sys.exception() is not errors.pop()
+        ):  # the call breaks off, and every call around it unless somebody mends it
+            recorder.drop()
+        elif not errors:
+            recorder.end(f"pass {passes}")
+            passes += 1
 
-    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends)]
+    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends, always_call=True)]
     try:
         yield
     finally:
         for handle in handles:
             handle.remove()
+    if not passes and not recorder.staged:
+        nothing_seen("no forward pass was run inside observing()")
     recorder.end("last pass")
+
+
+def nothing_seen(what: str) -> None:
+    """Refuse to have observed nothing: whoever asked believes that it is protected. One rank of several may."""
+    if not distributed.active():
+        raise NessError(f"observe: {what}, so nothing new is protected; is a generator used up, or a loader empty?")
 
 
 def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Record:

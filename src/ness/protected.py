@@ -182,11 +182,14 @@ class Protected:
     def _free_width(self, bias: str) -> int:
         return self.layer.width if bias == "constrain" else self.layer.fan_in
 
+    def living(self, selection: Selection) -> Selection:
+        """The selection without groups that saw only zeros: nothing is known of them, so nothing of them is free."""
+        alive = (self.group_energy() > 0).to(selection.weights)
+        return Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
+
     def prepare(self, spectrum: Spectrum, selection: Selection, form: Form, bias: str) -> Constraint:
         """The constraint of one task: B = S [Q diag(s), K], and the cheapest update on it."""
         layer, device = self.layer, self.layer.weight.device
-        alive = (self.group_energy() > 0).to(selection.weights)  # a group that saw only zeros is not free
-        selection = Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
         s, q = selection.weights, spectrum.directions
         private = 0 if spectrum.private is None else spectrum.private.shape[-1]
         if selection.rank + private == 0:
@@ -292,7 +295,7 @@ class Protected:
             bound=worst,
             rms_bound=frobenius / count**0.5,
             rms_drift=drift,
-            relative_drift=drift / output if output > 0 else (0.0 if drift == 0 else float("inf")),
+            relative_drift=_fraction(drift, output),
             task_drift=None if self.relative is None else self.relative.total(self.change()) ** 0.5,
             shrunk=figures.shrunk,
             rounding=self._rounding(count),
@@ -374,3 +377,10 @@ class Protected:
             held = 0 if self.directions is None else self.directions.shape[-1]
             self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None
+
+
+def _fraction(drift: float, output: float) -> float:
+    """Drift over output; infinite where nothing was put out, NaN where the outputs overflow."""
+    if output == float("inf"):
+        return float("nan")
+    return drift / output if output > 0 else (0.0 if drift == 0 else float("inf"))

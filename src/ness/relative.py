@@ -80,11 +80,12 @@ class Relative:
 
 
 def relative_weight(task: Moments) -> float | None:
-    """1/E_j; 0 where the rows are all zeros, too; None where rows gave outputs of 0, which no fraction describes."""
+    """1/E_j; 0 where the rows are all zeros, too; None where no fraction describes: rows gave 0, or overflow."""
     energy, rows = float(task.energy), float(task.gram.matrix.diagonal(dim1=-2, dim2=-1).sum())
     if rows == 0:
         return 0.0
-    return 1 / energy if energy > 0 and math.isfinite(rows / energy) and math.isfinite(1 / energy) else None
+    fits = 0 < energy < math.inf and math.isfinite(rows / energy) and math.isfinite(1 / energy)
+    return 1 / energy if fits else None
 
 
 def spending_limit(drift: float, task: int) -> float:

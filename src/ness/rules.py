@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -180,7 +180,8 @@ class Budget(Rule):
     """Spends at most `parameters` trainable numbers, on the directions that disturb their layer least.
 
     Directions of all layers are ranked by σ_i / ‖X‖_F of their own group, the weakest first; a direction costs the
-    output units of its group.
+    output units of its group. (Groups of one layer that got fewer than others are padded with zeros, which learn
+    nothing and are not counted.)
     """
 
     parameters: int
@@ -194,7 +195,8 @@ class Budget(Rule):
         relative, cost = [], []
         for spectrum in spectra.values():
             norm = spectrum.every_sigma.square().sum(dim=-1, keepdim=True).sqrt()
-            relative.append((spectrum.sigma / norm.clamp(min=torch.finfo(norm.dtype).tiny)).flatten().cpu())
+            share = torch.where(norm > 0, spectrum.sigma / norm, torch.inf)  # a group without input has none to offer
+            relative.append(share.flatten().cpu())
             cost.append(torch.full_like(relative[-1], spectrum.outputs))
         order = torch.cat(relative).argsort(stable=True)
         taken = torch.zeros(len(order), dtype=torch.float64)
@@ -305,7 +307,7 @@ def rule_to_dict(rule: Rule) -> dict[str, Any]:
     >>> rule_to_dict(Soft(Nuclear(0.001)))
     {'name': 'soft', 'rule': {'name': 'nuclear', 'eps': 0.001}}
     """
-    if type(rule).name not in Rule.registry:
+    if type(rule).name not in Rule.registry or not is_dataclass(type(rule)):
         raise NessError(f"{rule!r} cannot be saved: a rule is a frozen dataclass with a class attribute `name`")
     values = {field.name: getattr(rule, field.name) for field in fields(rule)}  # type: ignore[arg-type]
     return {"name": rule.name} | {k: rule_to_dict(v) if isinstance(v, Rule) else v for k, v in values.items()}
@@ -317,7 +319,7 @@ def rule_from_dict(data: Mapping[str, Any]) -> Rule:
     >>> rule_from_dict({'name': 'soft', 'rule': {'name': 'nuclear', 'eps': 0.001}})
     Soft(rule=Nuclear(eps=0.001))
     """
-    name = data.get("name")
+    name = data.get("name") if isinstance(data, Mapping) else data
     if name not in Rule.registry:
         raise NessError(f"unknown rule {name!r}; known: {', '.join(sorted(Rule.registry))}. Import its class first")
     values = {k: rule_from_dict(v) if isinstance(v, Mapping) else v for k, v in data.items() if k != "name"}

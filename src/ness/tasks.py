@@ -43,7 +43,10 @@ class Tasks:
             self.norms[task] = {}
             self.unnamed = False
         else:
-            raise NessError(f"observe(task={task!r}): the task in use is {self.in_use!r}; call use({task!r}) before")
+            known = (
+                f"call use({task!r}) before" if task in self.norms else f"{task!r} begins with constrain(task={task!r})"
+            )
+            raise NessError(f"observe(task={task!r}): the task in use is {self.in_use!r}; {known}")
         self.in_use = task
 
     def check_new(self, task: str | None) -> None:

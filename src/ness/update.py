@@ -12,8 +12,7 @@ function, chosen by counted FLOPs:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from ness.layers import Layer, LinearLayer
+from ness.precision import full_precision
 
 Form = Literal["any", "sgd"]
 Way = Literal["factored", "weight", "rows", "gradient"]
@@ -108,7 +108,8 @@ class _ProjectRows(torch.autograd.Function):
         if layer.bias is not None:
             rows = torch.cat([rows, rows.new_ones(1, rows.shape[1], 1)], dim=-1)
         outer = gradient.reshape(1, -1, layer.outputs).to(dtype)
-        return for_x, outer.mT @ projector(rows), None, None
+        with full_precision(outer):  # autocast may be on around backward, and would round the product out of the space
+            return for_x, outer.mT @ projector(rows), None, None
 
 
 class Update:
@@ -217,17 +218,3 @@ class Update:
         self.projector = None if self.projector is None else self.projector.to(device)
         self.sizes = None if self.sizes is None else self.sizes.to(device)
         self.limit = None if self.limit is None else self.limit.to(device)
-
-
-@contextmanager
-def full_precision(like: Tensor) -> Iterator[None]:
-    """Products inside are as exact as the dtype: a half-precision or TF32 B would leak into what must not move."""
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        with torch.autocast(like.device.type, enabled=False):
-            yield
-    finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions

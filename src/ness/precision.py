@@ -1,0 +1,23 @@
+"""Products as exact as their dtype, whatever the caller has switched on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+
+@contextmanager
+def full_precision(like: Tensor) -> Iterator[None]:
+    """Products inside are as exact as the dtype: a half-precision or TF32 B would leak into what must not move."""
+    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    torch.set_float32_matmul_precision("highest")
+    torch.backends.cudnn.allow_tf32 = False
+    try:
+        with torch.autocast(like.device.type, enabled=False):
+            yield
+    finally:
+        torch.set_float32_matmul_precision(products)
+        torch.backends.cudnn.allow_tf32 = convolutions
