@@ -9,6 +9,7 @@ from torch import Generator, Tensor, nn
 
 from ness.lab import registry
 from ness.lab.jobs import Job, resolve
+from ness.lab.nets.alexnet import ConvBlock, WideBlock
 from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
 from ness.lab.nets.dropout import Dropout
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
@@ -35,6 +36,24 @@ class TinyNet(Network):
         return out
 
 
+class Blocks(Network):
+    """Of AlexNet's blocks, which the card runs by kernels of its own."""
+
+    wires = (Wire("conv.conv", "conv", None, "conv.norm"), Wire("fc.linear", "fc", "conv", "fc.norm"))
+
+    def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms) -> None:
+        super().__init__()
+        side = (shape[1] - 2) // 2
+        self.conv = ConvBlock(shape[0], 8, 3, 0.2, norms)
+        self.fc = WideBlock(8 * side * side, 16, 0.5, norms)
+        self.heads = heads(16, classes)
+
+    def features(self, x: Tensor) -> Tensor:
+        out: Tensor = self.fc(self.conv(x).flatten(1))
+        return out
+
+
+BLOCKS = NetworkSpec("tiny-blocks", "for tests", Blocks)
 NETWORK = NetworkSpec("tiny", "for tests", TinyNet)
 # wide enough for CODE-CL to scale the linear layer, too
 WITHOUT_BIAS = NetworkSpec("tiny-without-bias", "for tests", partial(TinyNet, bias=False, maps=6))

@@ -12,12 +12,13 @@ import ness
 import tiny
 from helpers import ZOO
 from ness.gram import gram_of_rows
-from ness.lab import registry
+from ness.lab import checkpoint, registry
 from ness.lab.capture import CapturedRunner, PlainRunner
 from ness.lab.environment import repeatable
 from ness.lab.evaluate import evaluate
 from ness.lab.lanes import side_by_side
 from ness.lab.nets import norms
+from ness.lab.train import Trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -95,6 +96,43 @@ def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object
                     found += [event.facts["loss"], event.facts["valid_loss"]]  # validation in an order drawn anew
         losses.append(found)
     assert losses[0] == pytest.approx(losses[1], rel=1e-4)
+
+
+BLOCKS = [(method, {}) for method in sorted(registry.all_methods())] + [
+    ("ness", {"optimizer": "sam"}),  # without a bias: the update is a parameter itself
+    ("ness-plus", {"schedule": "cosine", "mixup": 0.4}),
+]
+
+
+@pytest.mark.parametrize(("method", "changes"), BLOCKS, ids=str)
+def test_captured_epochs_of_the_kernels_are_plain_epochs(method: str, changes: dict[str, object]) -> None:
+    losses = []
+    for runner in (PlainRunner(), CapturedRunner()):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            one = tiny.trainer(method, epochs=2, runner=runner, device=CARD, network=tiny.BLOCKS, **changes)
+            found = []
+            while not one.done:
+                event = one.advance()
+                if event.kind == "epoch":
+                    found += [event.facts["loss"], event.facts["valid_loss"]]
+        losses.append(found)
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("optimizer", ["sgdm", "adamw"])
+def test_a_captured_run_goes_on_from_a_file_bit_equal(optimizer: str, tmp_path: Path) -> None:
+    def fresh() -> Trainer:
+        changes = {"optimizer": optimizer, "lr": 0.01}
+        return tiny.trainer("ness", epochs=3, runner=CapturedRunner(), device=CARD, network=tiny.BLOCKS, **changes)
+
+    with torch.cuda.stream(torch.cuda.Stream()):
+        whole = fresh()
+        while whole.at < 1 or whole.learning is None or whole.learning.epoch < 1:
+            whole.advance()  # into the second task
+        cut = checkpoint.write(tmp_path, *whole.state())
+        later = fresh()
+        later.load_state(*checkpoint.read(cut))
+        assert tiny.same(tiny.to_the_end(later), tiny.to_the_end(whole))
 
 
 def test_batches_in_one_pass_are_captured_and_judged_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,13 @@ def test_whatever_a_method_moves_is_put_back_after_the_step_before_capture(metho
     assert tiny.same(tiny.to_the_end(plain), tiny.to_the_end(repeated))
 
 
+@pytest.mark.parametrize("method", sorted(registry.all_methods()))
+def test_steps_of_blocks_from_buffers_are_the_same_steps(method: str) -> None:
+    runners = PlainRunner(), Repeating()
+    plain, repeated = (tiny.trainer(method, epochs=1, runner=runner, network=tiny.BLOCKS) for runner in runners)
+    assert tiny.same(tiny.to_the_end(plain), tiny.to_the_end(repeated))
+
+
 @pytest.mark.parametrize("norm", ["batch", "task"])
 @pytest.mark.parametrize("method", sorted(registry.all_methods()))
 def test_lanes_that_capture_end_as_if_alone(method: str, norm: str) -> None:
