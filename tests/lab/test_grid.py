@@ -1,6 +1,7 @@
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from ness.lab import grid as grid_module
 from ness.lab import registry
 from ness.lab.folder import RunFolder
 from ness.lab.grid import jobs, run_all
+from ness.lab.methods.base import Method
 from ness.lab.run import Options, folder_of, run
 
 
@@ -139,3 +141,24 @@ def test_nobody_waits_for_others_beyond_the_time_or_to_run_again(tmp_path: Path,
         assert late.not_begun == ["frozen on tiny, seed 1"]
         again = run_all([(job, 1)], Options(tmp_path, again=True), silent)
         assert "is held by process" in again.failures["frozen on tiny, seed 1"]
+
+
+def test_an_error_of_a_methods_own_ends_its_run_and_no_other(tmp_path: Path) -> None:
+    class Broken(Method):
+        def after_task(self, lesson):
+            raise ValueError("mine")
+
+    broken = tiny.job(replace(registry.all_methods()["finetune"], name="broken", build=Broken), epochs=1)
+    grid = run_all([(broken, 1), (tiny.job("frozen", epochs=1), 1)], Options(tmp_path), silent)
+    assert [outcome.result["method"] for outcome in grid.outcomes] == ["frozen"]
+    said = grid.failures["broken on tiny, seed 1"]
+    assert said.startswith("ValueError: mine (where it came from: ")
+    written = Path(said.partition("came from: ")[2].removesuffix(")")).read_text()
+    assert 'raise ValueError("mine")' in written
+    assert '"failed"' in (folder_of(broken, 1, tmp_path) / "events.jsonl").read_text()
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("inf")])
+def test_a_pause_between_checkpoints_that_is_none_is_refused(seconds: float, tmp_path: Path) -> None:
+    with pytest.raises(NessError, match="--save-every"):
+        run_all([(tiny.job("frozen", epochs=1), 1)], Options(tmp_path, save_every=seconds), silent)

@@ -35,3 +35,10 @@ def test_begun_again_and_lines_that_are_not_whole() -> None:
 
 def test_tasks_learnt_at_once_are_one_lesson() -> None:
     assert history([task(0), learnt(0, 90.0, 80.0, 70.0)]).learnt == 1
+
+
+def test_why_it_failed_until_somebody_goes_on() -> None:
+    failed = {"event": "failed", "time": 30.0, "reason": "diverged"}
+    assert history([task(0), epoch(0, 1), failed]).failed == "diverged"
+    assert history([task(0), epoch(0, 1), failed]).epoch == 1
+    assert history([task(0), failed, task(0)]).failed is None

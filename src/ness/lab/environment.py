@@ -93,6 +93,8 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError as error:
         raise ness.NessError(f"no device is called {name!r}; expected cpu, cuda, cuda:0, … or auto") from error
+    if device.type not in ("cpu", "cuda"):
+        raise ness.NessError(f"--device {name}: found {device.type}, expected cpu, cuda, cuda:0, … or auto")
     if device.type == "cuda" and not torch.cuda.is_available():
         built = "" if torch.version.cuda else ", and this torch was built without CUDA: install one that has it"
         raise ness.NessError(f"--device {name}: torch sees no GPU here{built}; or use --device cpu, or auto")

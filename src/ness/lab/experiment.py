@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ness.errors import NessError
-from ness.lab import registry
+from ness.lab import registry, seeds
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.settings import nearest
 
@@ -64,10 +64,10 @@ def experiment(values: Mapping[str, Any], where: str, fast: bool = False) -> Exp
     rows = values.get("row", [])
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise NessError(f"{where}: has no [[row]] tables; expected one for each row of the table")
-    seeds = _seeds(values.get("seeds"), where)
+    asked = _seeds(values.get("seeds"), where)
     places = [f"{where}, row {number}{_called(row)}" for number, row in enumerate(rows, start=1)]
     jobs = [_job(row, benchmark, place, fast) for row, place in zip(rows, places, strict=True)]
-    return Experiment(title, seeds, _distinct(jobs, places))
+    return Experiment(title, asked, _distinct(jobs, places))
 
 
 def _called(row: Mapping[str, Any]) -> str:
@@ -85,9 +85,10 @@ def _text(values: Mapping[str, Any], key: str, where: str) -> str:
 def _seeds(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(seed) is int for seed in value):
         raise NessError(f"{where}: seeds is {value!r}, expected a list of whole numbers, e.g. seeds = [1, 2, 3]")
-    if len(set(value)) < len(value):
-        raise NessError(f"{where}: seeds is {value!r}; the same seed twice is the same run")
-    return tuple(value)
+    try:
+        return seeds.checked(value)
+    except NessError as error:
+        raise NessError(f"{where}: {error}") from error
 
 
 def _job(row: Mapping[str, Any], benchmark: str, where: str, fast: bool) -> Job:

@@ -5,6 +5,7 @@ import json
 import os
 import platform
 import time
+import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class RunFolder:
             value: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise NessError(f"{path} cannot be read ({error}); repeat the run with --again") from error
+        if not isinstance(value, dict):
+            raise NessError(f"{path} holds a {type(value).__name__}, expected an object; repeat the run with --again")
         return value
 
     @contextlib.contextmanager
@@ -97,6 +100,13 @@ class RunFolder:
                 file.write(line.encode())
         except OSError as error:
             raise NessError(f"cannot write {path} ({error.strerror}); make room or rights and start again") from error
+
+    def keep_traceback(self, error: BaseException) -> Path:
+        """Writes where an error came from beside the run, for whoever wrote the method."""
+        path = self.path / "traceback.txt"
+        with contextlib.suppress(OSError):
+            path.write_text("".join(traceback.format_exception(error)), encoding="utf-8")
+        return path
 
     def last_good(self) -> tuple[Tensors, dict[str, Any], list[str]] | None:
         """The newest checkpoint that can be read, and what was wrong with newer ones; None without any checkpoint."""

@@ -81,8 +81,9 @@ def run_all(
     `say` is told which device `auto` came to, and why. Runs whose turn comes after `options.stop_after` are not begun.
     Runs that another process has are waited for, and taken over should it be gone; with `again` they count as failed.
     """
-    if options.stop_after is not None and not 0 <= options.stop_after < math.inf:
-        raise NessError(f"--stop-after {options.stop_after}: expected a number of seconds, 0 or more")
+    for name, seconds in (("stop-after", options.stop_after), ("save-every", options.save_every)):
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise NessError(f"--{name} {seconds}: expected a number of seconds, 0 or more")
     began, asked = time.monotonic(), list(work)
     allow_many_streams()
     need = devices.need_of([job.benchmark.network for job, _ in asked])
@@ -126,7 +127,15 @@ def run_all(
 def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) -> Pausing[Outcome | None]:
     """The run; None if its turn comes too late, unless it is finished already and is to be left so."""
     late = options.stop_after is not None and time.monotonic() - began >= options.stop_after
-    return None if late and (options.again or RunFolder(folder).result() is None) else (yield from run())
+    if late and (options.again or RunFolder(folder).result() is None):
+        return None
+    try:
+        return (yield from run())
+    except NessError:
+        raise
+    except Exception as error:  # a method's own, say: it ends this run and no other
+        place = RunFolder(folder).keep_traceback(error)
+        raise NessError(f"{type(error).__name__}: {error} (where it came from: {place})") from error
 
 
 def _wait_for_others(

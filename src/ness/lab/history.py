@@ -1,7 +1,7 @@
 """What a run's log says of its course so far, whatever was cut short, taken up or begun again on the way."""
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 
@@ -15,6 +15,7 @@ class History:
     epoch: int = 0  # in the current lesson
     valid_accuracy: float | None = None  # after that epoch
     since: float | None = None  # when the current lesson began or was taken up
+    failed: str | None = None  # why it ended before its time, where nobody has gone on since
 
     @property
     def learnt(self) -> int:
@@ -24,6 +25,8 @@ class History:
     def after(self, event: Mapping[str, Any]) -> "History":
         """The course with one more event; a lesson that comes again is done again."""
         kind = event["event"]
+        if kind == "failed":
+            return replace(self, failed=str(event["reason"]))
         if kind not in ("task", "epoch", "learnt", "resumed"):
             return self
         at = int(event["tasks" if kind == "resumed" else "task"])

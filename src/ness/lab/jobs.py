@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -133,6 +134,9 @@ def departures(method: MethodSpec, benchmark: Benchmark, preset: Preset, setting
 
 def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None:
     """Refuses settings out of range, contradictory ones, and what the method cannot work with."""
+    for name, value in dataclasses.asdict(settings).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise NessError(f"{name} is {value}, expected a number")
     training = part_of(settings, Training)
     check_training(training)
     for conditions in (ONLY_WITH, AND_WITH, method.only_with):

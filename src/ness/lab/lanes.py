@@ -75,7 +75,7 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
     `need` is what one lane needs in bytes.
     """
     if device.type != "cuda":
-        if asked is not None and asked > 1:
+        if asked is not None and asked != 1:
             raise NessError(
                 f"--lanes {asked}: lanes share a GPU and --device is {device.type}; leave --lanes out, and start the "
                 "command once for each core, with --threads 1: they share the runs"

@@ -1,8 +1,8 @@
 """One run: a job and a seed in a folder of their own, finished once, taken up again wherever it was cut short."""
 
 import time
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -68,7 +68,7 @@ def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shel
     if not options.again and (found := folder.result()) is not None:
         _tell_version(folder, found, listen)
         return Outcome(folder.path, found, "there")
-    with folder.held():
+    with folder.held(), _told(folder):
         if options.again:
             folder.clear()
         elif (found := folder.result()) is not None:  # finished by whoever held it before
@@ -96,6 +96,18 @@ def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shel
     return Outcome(folder.path, result, "resumed" if resumed else "run", watch.times())
 
 
+@contextmanager
+def _told(folder: RunFolder) -> Iterator[None]:
+    """What ends a run before its time stands in its log, so that who watches does not wait for it."""
+    try:
+        yield
+    except Exception as error:
+        kind = "" if isinstance(error, NessError) else f"{type(error).__name__}: "
+        with suppress(NessError):
+            folder.log("failed", {"reason": f"{kind}{error}"})
+        raise
+
+
 def _identity(job: Job, seed: int) -> dict[str, Any]:
     return {
         "schema": SCHEMA,
@@ -113,7 +125,7 @@ def _identity(job: Job, seed: int) -> dict[str, Any]:
 
 def _tell_version(folder: RunFolder, result: dict[str, Any], listen: Listener) -> None:
     version = result.get("version")
-    if version != ness.__version__:
+    if isinstance(version, str) and version != ness.__version__:
         text = f"{folder.path.name} was finished by version {version}, this is {ness.__version__}; --again repeats it"
         listen(Event("remark", {"text": text}))
 

@@ -1,5 +1,6 @@
 """The random numbers of one run: generators that belong to it: a seed gives the same run alone or in company."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,7 +8,21 @@ import numpy as np
 import torch
 from torch import Generator, Tensor
 
+from ness.errors import NessError
+
 PURPOSES = ("weights", "order", "step", "method")
+
+
+def checked(seeds: Sequence[int]) -> tuple[int, ...]:
+    """Seeds of runs, each once, from 0 to what fits into 63 bits."""
+    if not seeds:
+        raise NessError("seeds is empty; expected at least one, e.g. 1 2 3")
+    if len({*seeds}) < len(seeds):
+        raise NessError(f"seeds is {list(seeds)}; the same seed twice is the same run")
+    for seed in seeds:
+        if not 0 <= seed < 2**63:
+            raise NessError(f"seed {seed}: expected a whole number from 0 to 2**63 - 1")
+    return tuple(seeds)
 
 
 def derive(*entropy: int) -> int:

@@ -1,4 +1,4 @@
-"""Where the runs of a folder stand: done, running, stopped, waiting or damaged, and how long the rest may take."""
+"""Where the runs of a folder stand, from waiting to done, and how long the rest may take."""
 
 import json
 import os
@@ -14,7 +14,7 @@ from ness.lab import plan
 from ness.lab.history import History, history
 from ness.lab.plan import Asked
 
-State = Literal["done", "running", "stopped", "waiting", "damaged"]
+State = Literal["done", "running", "stopped", "failed", "waiting", "damaged"]
 SILENCE = 900.0  # seconds after which a run on another machine that says nothing counts as stopped
 
 
@@ -41,8 +41,8 @@ class Standing:
 class Watched:
     """A folder of runs that is looked at again and again; what is done is read once."""
 
-    def __init__(self, out: Path) -> None:
-        self.out = out
+    def __init__(self, out: Path, is_result: Callable[[Mapping[str, Any]], bool] = lambda result: True) -> None:
+        self.out, self.is_result = out, is_result
         self.done: dict[str, Standing] = {}
 
     def look(self, now: float | None = None) -> list[Standing]:
@@ -53,7 +53,7 @@ class Watched:
             mark = _changed(path / "result.json")
             key = f"{asked.folder} {mark}"
             if mark is not None and key not in self.done:
-                self.done[key] = _finished(path, asked)
+                self.done[key] = _finished(path, asked, self.is_result)
             found.append(self.done[key] if mark is not None else _unfinished(path, asked, now or time.time()))
         return found
 
@@ -102,9 +102,11 @@ def _total(one: Standing) -> float | None:
     return one.spent / one.share if one.share > 0.02 and one.spent > 0 else None
 
 
-def _finished(path: Path, asked: Asked) -> Standing:
+def _finished(path: Path, asked: Asked, is_result: Callable[[Mapping[str, Any]], bool]) -> Standing:
     try:
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        if not is_result(result):
+            return Standing(asked, "damaged")
         return Standing(asked, "done", result=result, spent=float(result["total_seconds"]))
     except (OSError, ValueError, KeyError, TypeError):
         return Standing(asked, "damaged")
@@ -117,7 +119,8 @@ def _unfinished(path: Path, asked: Asked, now: float) -> Standing:
     so_far = history(plan.lines(log))
     alive = _is_held(path, _changed(log) or 0.0, now)
     inside = now - so_far.since if alive and so_far.since is not None else 0.0
-    return Standing(asked, "running" if alive else "stopped", so_far, spent=sum(so_far.seconds) + max(0.0, inside))
+    state: State = "running" if alive else "failed" if so_far.failed is not None else "stopped"
+    return Standing(asked, state, so_far, spent=sum(so_far.seconds) + max(0.0, inside))
 
 
 def _is_held(path: Path, heard: float, now: float) -> bool:
@@ -144,6 +147,9 @@ def _from_config(path: Path) -> Asked | None:
         config = json.loads(path.read_text(encoding="utf-8"))
         benchmark, method, setting = (str(config[key]) for key in ("benchmark", "method", "setting"))
         epochs = int(config["settings"]["epochs"])
+        own = f"{benchmark}-{method}-{config['digest']}-seed{config['seed']}"
+        if own != path.parent.name and (path.parent.parent / own).exists():
+            return None  # a copy of a run that is there itself
         return Asked(path.parent.name, benchmark, method, setting, int(config["seed"]), 0, epochs)
     except (OSError, ValueError, KeyError, TypeError):
         return None

@@ -53,9 +53,13 @@ def from_result(result: Mapping[str, Any], where: str) -> Record:
             environment=_of(result.get("environment", {}), dict, "environment"),
         )
     except KeyError as error:
-        raise NessError(f"{where} is no result of a run ({error} is missing); remove it or run again") from error
+        raise NessError(
+            f"{where} is no result of a run ({error} is missing); repeat the run with --again, or remove the file"
+        ) from error
     except (TypeError, ValueError, IndexError) as error:
-        raise NessError(f"{where} is no result of a run ({error}); remove it or run again") from error
+        raise NessError(
+            f"{where} is no result of a run ({error}); repeat the run with --again, or remove the file"
+        ) from error
     return record
 
 

@@ -144,3 +144,42 @@ def test_a_wrong_plan_is_refused_before_anything_runs(capsys, plan: Path, tmp_pa
     assert main(["table", "--plan", "plan.toml"]) == 2
     assert "row 3 (NESS, wide): ness on tiny has no setting 'epz'. Did you mean eps?" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
+
+
+DAMAGE = {"[]": "holds a list", '{"loss": 3}': "'benchmark' is missing", "{": "cannot be read", "NaN": "is nan"}
+
+
+@pytest.mark.parametrize("text", DAMAGE)
+def test_a_damaged_result_costs_no_other_row(text: str, capsys, tmp_path: Path) -> None:
+    argv = ["table", "--benchmark", "tiny", "--methods", "finetune", "frozen", "--epochs", "1", "--format", "csv"]
+    assert main(argv) == 0
+    (result,) = tmp_path.glob("runs/tiny-finetune-*/result.json")
+    record = json.loads(result.read_text())
+    record["accuracy"][0][0] = float("nan")
+    result.write_text(json.dumps(record) if text == "NaN" else text)
+    capsys.readouterr()
+    assert main(argv) == 1
+    caught = capsys.readouterr()
+    assert [row["method"] for row in lines(caught.out)] == ["frozen"]
+    assert DAMAGE[text] in caught.err
+    assert "repeat the run with --again" in caught.err
+    assert "version None" not in caught.err
+
+
+SEEDS = {"1 1": "the same seed twice", "-1": "seed -1: expected", "99999999999999999999": "from 0 to 2**63 - 1", "": ""}
+
+
+@pytest.mark.parametrize("seeds", SEEDS)
+@pytest.mark.parametrize("command", ["run", "table", "plan"])
+def test_seeds_that_are_none_are_refused(command: str, seeds: str, capsys) -> None:
+    flags = {"run": ["run", "--benchmark", "tiny"], "table": ["table", "--benchmark", "tiny"]}
+    argv = flags.get(command, ["table", "--plan", "plan.toml"])
+    assert main([*argv, "--seeds", *seeds.split()]) == 2
+    assert (SEEDS[seeds] or "seeds is empty") in capsys.readouterr().err
+
+
+def test_numbers_that_are_none_and_unknown_devices_are_refused(capsys) -> None:
+    assert main(["run", "--benchmark", "tiny", "--method", "finetune", "--lr", "inf"]) == 2
+    assert "lr is inf, expected a number" in capsys.readouterr().err
+    assert main(["run", "--benchmark", "tiny", "--method", "finetune", "--device", "mps"]) == 1
+    assert "--device mps: found mps, expected cpu, cuda" in capsys.readouterr().err

@@ -1,3 +1,5 @@
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -63,3 +65,22 @@ def test_wrong_use(capsys) -> None:
     assert "nowhere is no folder" in capsys.readouterr().err
     assert main(["watch", "--every", "0"]) == 2
     assert "--every is 0" in capsys.readouterr().err
+
+
+def test_what_failed_is_not_waited_for_a_copy_is_not_counted_and_nonsense_is_not_done(capsys, tmp_path: Path) -> None:
+    argv = ["run", "--benchmark", "tiny", "--method", "finetune", "--epochs", "1"]
+    assert main([*argv, "--lr", "1e25"]) == 1
+    assert main([*argv, "--seeds", "1", "2"]) == 0
+    fine, nonsense = sorted(path.parent for path in tmp_path.glob("runs/*/result.json"))
+    shutil.copytree(fine, tmp_path / "runs" / "copy")
+    record = json.loads((nonsense / "result.json").read_text())
+    record["accuracy"][0][0] = float("nan")
+    (nonsense / "result.json").write_text(json.dumps(record))
+    capsys.readouterr()
+    assert main(["watch", "runs", "--once"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("1 of 3 runs done")
+    assert "1 failed, 1 damaged" in shown
+    assert "nobody is at work" not in shown
+    assert "diverged" in shown
+    assert "result.json is no result: --again" in shown

@@ -15,6 +15,7 @@ from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.jobs import preset_values, settings_type
 from ness.lab.run import Options
+from ness.lab.seeds import checked
 from ness.lab.settings import PRESETS, Preset, compose, overridden, same_field, setting
 
 T = TypeVar("T")
@@ -102,6 +103,7 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
         default=_with_help(kind)(**_values(default)),
         config=(tyro.conf.FlagCreatePairsOff,),
     )
+    _check_seeds(parsed)
     fields = {item.name for item in dataclasses.fields(kind)}
     explicit = (given(argv) & fields) | set(config)
     changes = {name: getattr(parsed, name) for name in sorted(explicit - set(defaults))}
@@ -113,7 +115,16 @@ def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
     parsed: Any = tyro.cli(
         _with_help(own), args=list(argv), prog=prog, description=text, config=(tyro.conf.FlagCreatePairsOff,)
     )
+    _check_seeds(parsed)
     return own(**_values(parsed))
+
+
+def _check_seeds(parsed: Any) -> None:
+    if getattr(parsed, "seeds", None) is not None:
+        try:
+            checked(parsed.seeds)
+        except NessError as error:
+            raise WrongUse(f"--seeds: {error}") from error
 
 
 def peek(argv: Sequence[str], name: str) -> str | None:

@@ -7,13 +7,13 @@ from ness.cli import WrongUse
 from ness.errors import NessError
 from ness.lab.commands.arguments import Common, parse
 from ness.lab.commands.display import display
+from ness.lab.commands.outcomes import records_of
 from ness.lab.commands.times import CommandClock
 from ness.lab.grid import run_all
 from ness.lab.jobs import resolve
 from ness.lab.logs import logged, named
 from ness.lab.settings import setting
 from ness.report.formats import text
-from ness.report.records import from_result
 from ness.report.table import rows
 
 ABOUT = """Train a method on a benchmark, task after task.
@@ -44,6 +44,7 @@ def main(argv: list[str]) -> int:
         raise WrongUse(str(error)) from error
     with display(own.quiet, len(own.seeds)) as shown, logged(loggers, own.out, shown.listener) as listener:
         grid = run_all([(job, seed) for seed in own.seeds], own.options(), listener, shown.say)
+    done = records_of(grid)
     for outcome in grid.outcomes:
         said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[
             outcome.how
@@ -52,6 +53,6 @@ def main(argv: list[str]) -> int:
     for complaint in grid.complaints():
         sys.stderr.write(f"ness: {complaint}\n")
     clock.tell(grid, own.times)
-    if grid.outcomes:
-        sys.stdout.write(text(rows([from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes])))
+    if done:
+        sys.stdout.write(text(rows(done)))
     return 1 if grid.complaints() else 0

@@ -15,13 +15,14 @@ from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.commands.arguments import Common, How, given, parse, parse_flags, peek
 from ness.lab.commands.display import display
+from ness.lab.commands.outcomes import records_of
 from ness.lab.commands.times import CommandClock
 from ness.lab.experiment import Experiment, read
 from ness.lab.grid import jobs, run_all
 from ness.lab.jobs import Job
 from ness.lab.logs import logged, named
+from ness.lab.seeds import checked
 from ness.lab.settings import Training, setting
-from ness.report import records
 from ness.report.collect import Found, collect
 from ness.report.formats import FORMATS
 from ness.report.planned import planned
@@ -134,10 +135,10 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
         loggers = named(own.log)
     with display(own.quiet, len(work)) as screen, logged(loggers, own.out, screen.listener) as listener:
         grid = run_all(work, own.options(), listener, screen.say)
+    done = records_of(grid)
     for complaint in grid.complaints():
         sys.stderr.write(f"ness: {complaint}\n")
     clock.tell(grid, own.times)
-    done = [records.from_result(outcome.result, str(outcome.folder)) for outcome in grid.outcomes]
     if done:
         sys.stdout.write(FORMATS[own.format](shown(done)))
     return 1 if grid.complaints() else 0
@@ -150,7 +151,7 @@ def experiment_of(plan: Path, names: Sequence[str] | None, seeds: tuple[int, ...
     with wrong_use():
         found = read(plan, fast)
         found = found if names is None else found.only(names)
-    return found if seeds is None else dataclasses.replace(found, seeds=seeds)
+        return found if seeds is None else dataclasses.replace(found, seeds=checked(seeds))
 
 
 def refuse_settings(argv: Sequence[str]) -> None:

@@ -4,10 +4,10 @@ import contextlib
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 from rich.console import Console
@@ -29,7 +29,7 @@ Away from a terminal the state is printed once.
 
 Examples: ness watch runs/ · ness watch runs/ --every 10 · ness watch runs/ --once"""
 
-OPEN: tuple[State, ...] = ("running", "stopped", "damaged", "waiting")  # in this order, what is not done
+OPEN: tuple[State, ...] = ("running", "stopped", "failed", "damaged", "waiting")  # in this order, what is not done
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         raise WrongUse(f"--every is {own.every:g}, expected seconds above 0")
     if not own.runs.is_dir():
         raise NessError(f"{own.runs} is no folder; expected the one that ness run or ness table writes to (--out)")
-    watched = Watched(own.runs)
+    watched = Watched(own.runs, is_result)
     console = Console(file=sys.stdout)
     if own.once or not console.is_terminal:
         sys.stdout.write(screen(watched.look()))
@@ -59,10 +59,19 @@ def main(argv: list[str]) -> int:
         while True:
             found = watched.look()
             live.update(Text(screen(found, console.height - 2), no_wrap=True, overflow="ellipsis"), refresh=True)
-            if found and all(one.state in ("done", "damaged") for one in found):
+            if found and all(one.state in ("done", "damaged", "failed") for one in found):
                 break
             time.sleep(own.every)
     return 0
+
+
+def is_result(result: Mapping[str, Any]) -> bool:
+    """Whether a table could be made of it."""
+    try:
+        from_result(result, "")
+    except NessError:
+        return False
+    return True
 
 
 def screen(found: Sequence[Standing], height: int | None = None) -> str:
@@ -103,7 +112,9 @@ def line(one: Standing) -> tuple[str, ...]:
     if asked.setting != "fixed":
         name += f" ({asked.setting})"
     if one.state in ("waiting", "damaged"):
-        return name, one.state, "", "result.json cannot be read: --again" if one.state == "damaged" else "", ""
+        return name, one.state, "", "result.json is no result: --again" if one.state == "damaged" else "", ""
+    if one.state == "failed":
+        return name, one.state, "", str(past.failed).splitlines()[0][:100] if past.failed else "", ""
     lessons = f"/{asked.lessons}" if asked.lessons else ""
     now = f"task {past.learnt + 1}{lessons} epoch {past.epoch}/{asked.epochs}"
     if past.valid_accuracy is not None:

@@ -32,9 +32,8 @@ def load_stream(request: Request) -> Stream:
     """The tasks below `--data`, by name; classes are numbered by name inside each task."""
     options = request.options or Options()
     if request.data is None or not request.data.is_dir():
-        raise NessError(
-            f"folder: found --data {request.data}, expected a folder with a sub-folder a task and below it one a class"
-        )
+        given = "no --data" if request.data is None else f"--data {request.data}"
+        raise NessError(f"folder: found {given}, expected a folder with a sub-folder a task and below it one a class")
     if not (0 < options.test_share < 1 and 0 < options.valid_share < 1) or options.image_size < 0:
         raise NessError(f"folder: found {options}; expected fractions between 0 and 1 and a size of 0 or more")
     found = [_task_files(path, options, request.seed) for path in subfolders(request.data, "a task")]
