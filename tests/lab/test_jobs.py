@@ -1,6 +1,6 @@
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
@@ -60,6 +60,17 @@ def test_the_digest_names_the_settings() -> None:
     )
     assert base.digest == same.digest != other.digest
     assert resolve("finetune", tiny.BENCHMARK).digest != resolve("frozen", tiny.BENCHMARK).digest
+
+
+def test_a_revised_rule_has_runs_of_its_own_and_the_first_keeps_its_name() -> None:
+    first, also_first, second = (
+        resolve(replace(SPEC, revision=revision), tiny.BENCHMARK) for revision in (None, lambda own: 1, lambda own: 2)
+    )
+    assert first.digest == also_first.digest != second.digest
+    assert (first.revision, second.revision) == (1, 2)
+    sam = replace(SPEC, revision=lambda own: 2 if own.optimizer == "sam" else 1)
+    found = {name: resolve(sam, tiny.BENCHMARK, changes={"optimizer": name}) for name in ("sgd", "sam")}
+    assert {name: job.revision for name, job in found.items()} == {"sgd": 1, "sam": 2}
 
 
 def test_what_a_method_refuses_is_said_with_the_reason() -> None:

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 from ness.lab.experiment import experiment
 from ness.report.planned import planned, runs_of
 from report.making import record
@@ -38,6 +40,15 @@ def test_a_record_under_other_settings_is_another_run() -> None:
         {"settings": BEFORE, "benchmark": "cifar100"},
     ):
         assert runs_of(NESS, [record("ness", **{"digest": "old", **changes})]) == []
+
+
+def test_a_record_of_a_rule_before_is_another_run() -> None:
+    """Whatever its settings say: it must not be passed off as a run of the rule as it is now."""
+    revised = replace(NESS, method=replace(NESS.method, revision=lambda own: 2))
+    old = record("ness", digest="old", settings=BEFORE)
+    assert (old.revision, runs_of(NESS, [old]), runs_of(revised, [old])) == (1, [old], [])
+    new = record("ness", digest="old", settings=BEFORE, revision=2)
+    assert (runs_of(revised, [old, new]), runs_of(NESS, [new])) == ([new], [])
 
 
 def test_a_record_of_one_order_of_validation_is_no_run_of_orders_drawn_anew() -> None:

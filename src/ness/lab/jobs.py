@@ -46,11 +46,17 @@ class Job:
 
     @property
     def digest(self) -> str:
-        """Ten hexadecimal digits that name method, benchmark, settings and schema, and whether it is fast."""
+        """Ten hexadecimal digits that name method and its revision, benchmark, settings, schema, and whether fast."""
         settings = telling(self.as_dict())
-        named = [self.method.name, self.benchmark.name, SCHEMA, settings, *(["fast"] if self.fast else [])]
+        revised = [{"revision": self.revision}] if self.revision > 1 else []  # the first was recorded without a number
+        named = [self.method.name, self.benchmark.name, SCHEMA, settings, *(["fast"] if self.fast else []), *revised]
         text = json.dumps(named, sort_keys=True)
         return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def revision(self) -> int:
+        """Which of the method's rules the settings ask for, counted from 1: see `MethodSpec.revision`."""
+        return 1 if self.method.revision is None else self.method.revision(self.settings)
 
     @property
     def title(self) -> str:

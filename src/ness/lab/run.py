@@ -114,6 +114,7 @@ def _identity(job: Job, seed: int) -> dict[str, Any]:
         "version": ness.__version__,
         "benchmark": job.benchmark.name,
         "method": job.method.name,
+        "revision": job.revision,
         "preset": job.preset,
         "setting": job.label,
         "digest": job.digest,

@@ -40,7 +40,8 @@ def runs_of(job: Job, records: Iterable[Record]) -> list[Record]:
     """The runs of a job: those of its digest; where there are none, of the newest that were the same before.
 
     A setting that a method has been given since gives another digest to the same run: then the preset, what was set by
-    hand, and every setting the record has must agree. Of several such generations the newest knows the most settings.
+    hand, the revision of the method's rule, and every setting the record has must agree. Of several such generations
+    the newest knows the most settings.
     """
     names = (job.method.name, job.benchmark.name)
     mine = [record for record in records if (record.method, record.benchmark) == names]
@@ -52,6 +53,7 @@ def runs_of(job: Job, records: Iterable[Record]) -> list[Record]:
         record
         for record in mine
         if record.preset == job.preset
+        and record.revision == job.revision
         and record.setting in (job.label, label)
         and all(key in now and now[key] == value for key, value in record.settings.items())
         and draws_validation(now) == draws_validation(record.settings)

@@ -31,6 +31,7 @@ class Record:
     settings: Mapping[str, Any] = field(default_factory=dict)
     fast: bool = False  # run with --fast: another setting, whatever else is the same
     environment: Mapping[str, Any] = field(default_factory=dict)
+    revision: int = 1  # of the method's rule under these settings
 
 
 def from_result(result: Mapping[str, Any], where: str) -> Record:
@@ -51,6 +52,7 @@ def from_result(result: Mapping[str, Any], where: str) -> Record:
             fast=_flag(result.get("fast", False), "fast"),
             settings=_of(result.get("settings", {}), dict, "settings"),
             environment=_of(result.get("environment", {}), dict, "environment"),
+            revision=_of(result.get("revision", 1), int, "revision"),
         )
     except KeyError as error:
         raise NessError(

@@ -1,5 +1,7 @@
 """CODE-CL against its definition."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -7,6 +9,7 @@ from hypothesis import strategies as st
 
 import tiny
 from ness import NessError
+from ness.lab.experiment import read
 from ness.lab.jobs import resolve
 from ness.lab.methods._basis import directions
 from ness.lab.methods._conceptors import (
@@ -21,6 +24,8 @@ from ness.lab.methods._conceptors import (
 )  # fmt: skip
 from ness.lab.methods._project import removal
 from ness.lab.methods._scales import identity_scale, rescaled
+from ness.lab.methods.base import Lesson
+from ness.lab.train import Trainer
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -86,11 +91,84 @@ def test_thin_conceptors_are_the_dense_ones() -> None:
 def test_the_aperture_grows_until_inputs_are_kept() -> None:
     rows = normal(30, 8)
     for recall in (0.5, 0.95, 0.999):
-        kept = (rows @ dense(of_rows(rows, 0.1, recall))).norm(dim=1) / rows.norm(dim=1)
-        assert recall <= float(kept.mean()) < recall + 0.05
+        kept = (rows @ dense(of_rows(rows, 0.1, recall))).norm(dim=1).sum() / rows.norm(dim=1).sum()
+        assert recall <= float(kept) < recall + 0.05
     blank = of_rows(torch.zeros(4, 8, dtype=torch.float64), 1.0, 0.9)  # a layer that sees nothing
     assert blank.vectors.shape == (8, 0)
     assert float(of_rows(torch.cat([rows, torch.zeros(30, 8)]), 6.0, 0.95).capacity) > 0
+
+
+def test_what_is_kept_is_a_ratio_of_sums() -> None:
+    """A hundred short rows along one axis, one long row along another: Σ‖Cx‖ / Σ‖x‖, not the mean of ‖Cx‖/‖x‖."""
+    rows = torch.zeros(101, 2, dtype=torch.float64)
+    rows[:100, 0], rows[100, 1] = 0.1, 100.0
+    spectrum = torch.tensor([100 * 0.1**2, 100.0**2], dtype=torch.float64) / 101
+    values = spectrum / (spectrum + 1)  # aperture 1
+    sums = float((10 * values[0] + 100 * values[1]) / 110)
+    means = float((100 * values[0] + values[1]) / 101)
+    assert means < 0.1 < 0.8 < sums
+    found = of_rows(rows, 1.0, 0.8)
+    assert torch.allclose(found.values.sort().values, values, atol=1e-12)  # enough as it is: no aperture was raised
+
+
+def before_the_second_task(**changes) -> tuple[Trainer, Lesson]:
+    """A run that has learnt a task, and what is to be learnt next, as `before_task` finds it."""
+    one = tiny.trainer("codecl", samples=56, **changes)
+    while one.at < 1:
+        one.advance()
+    one.context.model.eval()
+    return one, one._lesson()
+
+
+def as_matrix(one: Conceptor) -> torch.Tensor:
+    return one.vectors.double() * one.values.double() @ one.vectors.double().mT
+
+
+def test_a_new_conceptor_is_cut_before_it_is_compared() -> None:
+    """AND of what is held and of the new task's own conceptor, both without directions below the floor."""
+    changes = {"shared": 5, "floor": 0.48, "aperture": 3.0, "recall": 0.01}
+    one, lesson = before_the_second_task(overlap=0.0, **changes)
+    method = one.method
+    held = as_matrix(method.conceptors["conv"])
+    images = lesson.train.take(torch.arange(56)).images
+    patches = torch.nn.functional.unfold(images, 3, padding=1).mT.reshape(-1, 9).double()
+    values, vectors = torch.linalg.eigh(patches.mT @ patches / len(patches))
+    new = values / (values + method.own.aperture**-2)
+    found = {}
+    for name, kept in (("cut", torch.where(new < 0.48, 0.0, new)), ("whole", new)):
+        both = conjunction(held, vectors * kept @ vectors.mT)
+        found[name] = torch.linalg.eigvalsh(both).sum() / torch.linalg.eigvalsh(held).sum()
+    assert 0.05 < found["cut"] < found["whole"] - 0.05  # or nothing is told apart
+    for share, scaled in ((found["cut"] - 1e-3, True), (found["cut"] + 1e-3, False)):
+        one, lesson = before_the_second_task(overlap=float(share), **changes)
+        list(one.method.before_task(lesson))
+        assert ("conv" in one.method.scales[1]) == scaled
+
+
+@pytest.mark.parametrize("network", [tiny.NETWORK, tiny.WITHOUT_BIAS])
+def test_after_a_task_rows_are_taken_under_its_scales(network) -> None:
+    """fc sees what conv puts out with the task's own weights; its own inputs are taken as they come, unscaled."""
+    one, lesson = before_the_second_task(overlap=0.0, shared=5, network=network, epochs=1)
+    method, model = one.method, one.context.model
+    list(method.before_task(lesson))
+    assert {"conv", "fc"} >= set(method.scales[1]) >= {"conv"}
+    with torch.no_grad():
+        for scales in method.scales[1].values():
+            scales[0].matrix.add_(0.3 * torch.randn(5, 5, generator=torch.Generator().manual_seed(1)))
+    seen = method._rows(lesson)
+    images = lesson.train.take(torch.arange(56)).images
+    weight = model.conv.weight.detach()
+    matrix = weight.reshape(len(weight), 9)
+    (scale,) = method.scales[1]["conv"]
+    effective = matrix + matrix @ scale.basis @ (scale.matrix.detach() - torch.eye(5)) @ scale.basis.mT
+    assert not torch.allclose(effective, matrix, atol=1e-2)
+    with torch.no_grad():
+        maps = torch.nn.functional.conv2d(images, effective.reshape(weight.shape), padding=1)
+        expected = model.pool(torch.relu(model.norm(maps))).flatten(1).double()
+    if method.layers["fc"].bias is not None:
+        expected = torch.cat([expected, torch.ones(56, 1, dtype=torch.float64)], 1)
+    together = seen["fc"].mT @ seen["fc"]  # images were drawn in another order
+    assert torch.allclose(together, expected.mT @ expected, rtol=1e-4, atol=1e-4)
 
 
 def test_scales_start_at_the_shared_weights() -> None:
@@ -140,6 +218,10 @@ def test_every_switch_of_the_reference_changes_the_run() -> None:
 def test_presets_and_bad_settings() -> None:
     lr = {name: resolve("codecl", "cifar100", name).settings.lr for name in ("fixed", "reference")}
     assert lr == {"fixed": 0.01, "reference": 0.1}
+    assert resolve("codecl", "cifar100", "reference").settings.split_seed == 0
+    for benchmark, patience, factor, least in (("five-datasets", 6, 2, 0.004), ("mini-imagenet", 7, 2, 1e-5)):
+        found = resolve("codecl", benchmark, "reference").settings
+        assert (found.lr, found.patience, found.lr_factor, found.lr_min) == (0.1, patience, factor, least)
     assert resolve("codecl", "mini-imagenet").settings.aperture == 8
     for changes, message in (
         ({"recall": 1.0}, "recall is 1, expected a share"),
@@ -151,3 +233,15 @@ def test_presets_and_bad_settings() -> None:
             tiny.job("codecl", **changes)
     with pytest.raises(NessError, match="samples is 57, but task 1 has 56"):
         tiny.trainer("codecl", samples=57).advance()
+
+
+@pytest.mark.parametrize("plan", ["paper-cifar100", "paper-mini-imagenet"])
+def test_the_papers_tables_run_it_at_the_rate_it_was_published_at(plan: str) -> None:
+    path = Path(__file__).parents[3] / "experiments" / f"{plan}.toml"
+    (job,) = (job for job in read(path).jobs if job.method.name == "codecl")
+    assert (job.preset, job.settings.lr) == ("reference", 0.1)
+
+
+def test_runs_of_the_rule_before_are_not_taken_for_runs_of_this_one() -> None:
+    assert tiny.job("codecl").revision == 2
+    assert tiny.job("gpm").revision == 1

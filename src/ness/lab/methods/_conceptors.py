@@ -78,16 +78,16 @@ class Conceptor:
 def of_rows(rows: Tensor, aperture: float, recall: float) -> Conceptor:
     """The conceptor of rows X (n, d), its aperture raised by a tenth until rows keep `recall` of their length.
 
-    The length kept is the mean of ‖C x‖/‖x‖ over the rows that are not zero.
+    The share that is kept is Σ‖C x‖ / Σ‖x‖: a ratio of sums, in which long rows count for more.
     """
     vectors, sigma = directions(rows)
     inside = rows @ vectors  # (n, k)
-    inside = inside[inside.square().sum(1) > 0]
+    length = float(torch.linalg.vector_norm(inside, dim=1).sum())
     spectrum = sigma.square() / len(rows)
     while True:
         values = spectrum / (spectrum + aperture**-2)
-        kept = torch.linalg.vector_norm(inside * values, dim=1) / torch.linalg.vector_norm(inside, dim=1)
-        if len(inside) == 0 or float(kept.mean()) >= recall:
+        kept = float(torch.linalg.vector_norm(inside * values, dim=1).sum())
+        if kept >= recall * length:  # rows of zeros keep all they have
             return Conceptor(vectors, values)
         aperture *= 1.1
 

@@ -1,6 +1,6 @@
 """What a layer sees: the input rows X (n, d) of every layer of the backbone on a few images drawn from a task."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Generator, Tensor
@@ -69,16 +69,23 @@ class _Collector:
         self.kept[layer.name].append(widened(rows.detach()[:, :count], layer.fan_in, layer.width, torch.float64)[0])
 
 
-def input_rows(model: Network, layers: Layers, images: Tensor, counts: Sequence[int] = ()) -> dict[str, Tensor]:
+def input_rows(
+    model: Network,
+    layers: Layers,
+    images: Tensor,
+    counts: Sequence[int] = (),
+    forward: Callable[[Tensor], object] | None = None,
+) -> dict[str, Tensor]:
     """The rows X (n, d) of every layer in float64, from one forward pass in eval mode; [x; 1] where there is a bias.
 
     All images go through the network together (BatchNorm may use the statistics of the batch); a layer keeps the rows
-    of its first `counts[i]` images, or of all. The representation matrix of the GPM lineage is R = Xᵀ.
+    of its first `counts[i]` images, or of all. The representation matrix of the GPM lineage is R = Xᵀ. `forward` is the
+    pass, where it is not that of the shared weights.
     """
     most = {name: (counts[number] if counts else len(images)) for number, name in enumerate(layers)}
     collector = _Collector(most)
     with watching(model, layers.values(), collector.record):
-        model.features(images)
+        (forward or model.features)(images)
     return {name: torch.cat(kept) for name, kept in collector.kept.items()}
 
 

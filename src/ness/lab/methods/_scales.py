@@ -4,7 +4,7 @@ Of a linear layer x W_effᵀ = x̃ Wᵀ with x̃ = x + x B (Q - I)ᵀ Bᵀ. The 
 W_eff takes 2 o d k, and the layer still multiplies by the very weights that train.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -129,6 +129,17 @@ class Scaling(Projecting):
         with seen_rescaled([(self.layers[name].module, own[name]) for name in own if name in self.by_inputs]):
             logits: Tensor = functional_call(self.model, replaced, (batch.images, batch.task))
         return logits
+
+    def effective(self, task: int) -> Callable[[Tensor], Tensor]:
+        """The network as a task uses it, from images to logits, with every layer's own inputs as they are.
+
+        All scales are put into weights: `logits` changes inputs where that is cheaper, and who looks at a layer then
+        sees x̃ in the place of x.
+        """
+        replaced: dict[str, Tensor] = {}
+        for name, scales in self.scales.get(task, {}).items():
+            replaced |= effective_parameters(self.layers[name], scales)
+        return lambda images: functional_call(self.model, replaced, (images, task))
 
     def matrices(self) -> dict[str, Tensor]:
         """Every Q under 'scale/task/layer/number', for the state."""

@@ -221,3 +221,6 @@ class MethodSpec:
     check: Callable[[Any], None] | None = None  # refuses values of its own settings
     needs_old_data: Callable[[Any], bool] | None = None  # whether earlier tasks' samples are needed, by its settings
     plan: Literal["one by one", "all at once"] = "one by one"
+    # Which rule these settings now ask for: 1, or one more each time that it changed and the settings did not. A record
+    # of an earlier one keeps its name and is never taken for a run of this one.
+    revision: Callable[[Any], int] | None = None
