@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
@@ -12,32 +11,28 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ness import distributed, storage
+from ness import distributed, storage, transitions
 from ness.certificate import Certificate
-from ness.checks import check_constrain_options, check_guard_options
+from ness.checks import check_guard_options
 from ness.compare import Comparison, compare_outputs
+from ness.constraining import check_constrain, constraining
 from ness.discovery import discover, shape_of
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError
 from ness.gram import Gram
-from ness.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
-from ness.moments import Moments
+from ness.install import install, uninstall
 from ness.names import as_patterns
-from ness.norms import affine_parameters, read_norms, uses_batch_statistics, write_norms
-from ness.observe import Forward, Recorder, batches_of, call_model, nothing_seen, passes_of, watching
+from ness.norms import read_norms, uses_batch_statistics, write_norms
+from ness.observe import Forward, batches_of, call_model, nothing_seen, passes_of
+from ness.observing import observed, reduce
 from ness.optimizers import refuse_other_optimizers
-from ness.private import PrivatePart, capped, check_private
+from ness.precision import ordinary_tensors
 from ness.protected import Protected
-from ness.rules import Nuclear, Rank, Rule, Selection
-from ness.spectrum import Spectrum
+from ness.rules import Nuclear, Rule
 from ness.tasks import Tasks
-from ness.update import Form, Update
+from ness.transitions import updates_of
+from ness.update import Form
 
 DEFAULT_RULE = Nuclear(1e-3)
-
-
-def _ordinary_tensors() -> torch.inference_mode:
-    """Tensors made inside can be written to later, also where the caller is in inference mode."""
-    return torch.inference_mode(False)
 
 
 class NullSpace:
@@ -149,7 +144,7 @@ class NullSpace:
         NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
         or within 64 batches, since asking the device after each would make it wait.
         """
-        with self._watching(task) as recorder:
+        with observed(self, task) as recorder:
             index = -1
             for index, batch in enumerate(batches_of(batches)):
                 recorder.drop()
@@ -161,37 +156,8 @@ class NullSpace:
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
         """Observe the forward passes that the caller runs inside the `with`."""
-        with self._watching(task) as recorder, passes_of(self.model, recorder):
+        with observed(self, task) as recorder, passes_of(self.model, recorder):
             yield
-
-    @contextmanager
-    def _watching(self, task: str | None) -> Iterator[Recorder]:
-        if self.constrained or any(is_constrained(module) for module in self.model.modules()):
-            raise NessError("observe: the model is constrained; call merge() or discard() first")
-        self._refresh()
-        self._tasks.name_observed(task)
-        with _ordinary_tensors():
-            for protected in self._protected.values():
-                protected.settle()
-        known = set(self._protected)
-        recorder = Recorder(self._ledger, self.statistics_dtype)
-        try:
-            with watching(self.model, self._found.layers.values(), recorder.record):
-                yield recorder
-            recorder.check()
-        except BaseException as error:
-            try:
-                recorder.check()
-            except NessError as problem:
-                error.add_note(str(problem))
-            raise
-        finally:
-            unseen = [name for name, held in self._protected.items() if name not in known and held.gram.count == 0]
-            for name in unseen:
-                del self._protected[name]
-            with _ordinary_tensors():
-                for protected in self._protected.values():
-                    protected.absorb()
 
     def _refresh(self) -> None:
         """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
@@ -217,35 +183,6 @@ class NullSpace:
             )
         self._found, self._shape = found, now
 
-    def _device(self, name: str) -> torch.device:
-        if name in self._protected:
-            return self._protected[name].anchor.device
-        return self.statistics_device or self._found.layers[name].weight.device
-
-    def _ledger(self, name: str) -> Moments:
-        if name not in self._protected:
-            self._protect([name])
-        return self._protected[name].ledger()
-
-    def _protect(self, names: Iterable[str]) -> None:
-        """Open the books of layers that are seen for the first time, in the model's order on every rank."""
-        new = {
-            name: Protected(self._found.layers[name], self._device(name), self.rule.relative)
-            for name in names
-            if name not in self._protected
-        }
-        every = self._protected | new
-        self._protected = {name: every[name] for name in self._found.layers if name in every}
-
-    def _reduce(self) -> None:
-        """Bring the statistics of all ranks together; a layer that only others saw is known here from now on."""
-        waiting = any(protected.pending is not None for protected in self._protected.values())
-        if not distributed.active() or not distributed.total(int(waiting)):
-            return
-        self._protect(name for name in self._found.layers if distributed.total(int(name in self._protected)))
-        for protected in self._protected.values():
-            protected.reduce()
-
     # -- constrain --------------------------------------------------------------------------------------------------
 
     def constrain(
@@ -270,8 +207,8 @@ class NullSpace:
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
         """
-        with _ordinary_tensors():
-            for _ in self._constraining(form, max_drift, task, private, depth=3):
+        with ordinary_tensors():
+            for _ in constraining(self, form, max_drift, task, private, depth=3):
                 pass
 
     def constraining(
@@ -292,166 +229,8 @@ class NullSpace:
         >>> [layer for layer in guard.constraining()], guard.constrained
         (['0', '1'], True)
         """
-        distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
-        return self._constraining(form, max_drift, task, private, depth=2)
-
-    def _constraining(
-        self, form: Form, max_drift: float | None, task: str | None, private: int, depth: int
-    ) -> Iterator[str]:
-        """`depth`: how many frames up a warning points, to the caller's own line."""
-        distributed.together(lambda: self._check_constrain(form, max_drift, task, private))
-        self._reduce()
-        distributed.together(self._begin_task)
-        spectra: dict[str, Spectrum] = {}
-        if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
-            spectra = distributed.together(lambda: dict(self._spectra(private)))
-            yield from spectra
-        else:
-            before = self._stamp()
-            for name, spectrum in self._spectra(private):
-                spectra[name] = spectrum
-                yield name
-            self._check_constrain(form, max_drift, task, private)
-            if self._stamp() != before:
-                raise NessError(
-                    "constraining: the model's weights, or what was observed, changed between two layers, so the "
-                    "directions found no longer fit; nothing was constrained. Begin again"
-                )
-        for doubt in self._doubts(spectra, private):
-            warnings.warn(doubt, NessWarning, stacklevel=depth)
-        selections = {
-            name: self._protected[name].living(selection) for name, selection in self._selections(spectra).items()
-        }
-        constraints = {
-            name: self._protected[name].prepare(spectra[name], selection, form, self.bias)
-            for name, selection in selections.items()
-        }
-        self._wear({})
-        for name, constraint in constraints.items():
-            protected = self._protected[name]
-            protected.constraint = constraint
-            if max_drift is not None and constraint.update is not None:
-                protected.limit_drift(spectra[name], selections[name], max_drift)
-        if not self._updates() and self.rule != Rank(0):  # which asks for just that
-            warnings.warn(
-                "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=depth
-            )
-        self._form = form
-        self._tasks.begin(task, read_norms(self._found.norms) if self.norm == "per_task" else {})
-        self._enter()
-
-    def _check_constrain(self, form: str, max_drift: float | None, task: str | None, private: int) -> None:
-        check_constrain_options(form, max_drift)
-        check_private(private, task, {name: layer.fan_in for name, layer in self._found.layers.items()})
-        if self.constrained:
-            raise NessError("constrain: already constrained; call merge() or discard() first")
-        if any(is_constrained(module) for module in self.model.modules()):
-            raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
-        self._refresh()
-        if not self._protected and not distributed.active():
-            raise NessError("constrain: nothing was observed yet; call observe(old_inputs) first")
-        if self.norm == "per_task" and task is None:
-            raise NessError("constrain: norm='per_task' needs the name of the task, constrain(task=NAME)")
-        self._tasks.check_new(task)
-
-    def _begin_task(self) -> None:
-        """What was observed last is a task of its own from now on, in every layer."""
-        if self.rule.relative:
-            for protected in self._protected.values():
-                protected.begin_task()
-
-    def _stamp(self) -> dict[str, tuple[int, int]]:
-        """What changes when rows are observed or a weight is written, by layer."""
-        return {
-            name: (held.gram.count, sum(p._version for p in (held.layer.weight, held.layer.bias) if p is not None))
-            for name, held in self._protected.items()
-        }
-
-    def _spectra(self, private: int) -> Iterator[tuple[str, Spectrum]]:
-        """Decompose every layer that saw something, beside its private directions; note those that did not."""
-        self._idle = {name: "saw no input row: frozen" for name in self._found.layers if name not in self._protected}
-        found = False
-        for name, protected in self._protected.items():
-            if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
-                self._idle[name] = "saw only zeros: frozen"
-                continue
-            found = True
-            if not protected.layer.weight.requires_grad:
-                self._idle[name] = "its weight has requires_grad=False: frozen, as it was"
-                continue
-            if protected.silent:
-                self._idle[name] = (
-                    "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
-                )
-                continue
-            decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
-            yield name, decompose(self.bias, capped(private, protected.layer.fan_in))
-        if not found:
-            raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
-
-    def _doubts(self, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
-        """What a caller should know about the layers that are about to be constrained."""
-        known = [(name, self._protected[name].moments.gram.count, self._found.layers[name]) for name in spectra]
-        thin = [f"{name!r} ({rows} rows, fan-in {layer.fan_in})" for name, rows, layer in known if rows < layer.fan_in]
-        if thin:
-            yield (
-                f"fewer rows than inputs in {', '.join(thin)}: directions that no row happened to use count as free, "
-                "though old data of the same kind may use them. Observe more"
-            )
-        half = [name for name, _, layer in known if private and layer.weight.dtype.itemsize < 4]
-        if half:
-            yield (
-                f"private parts of half-precision weights ({', '.join(half)}): each use() rounds W + B Kᵀ to half "
-                "precision anew. They are promised for float32 weights"
-            )
-
-    def _selections(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
-        """Rank 0's directions and choice on every rank: equal matrices have equal spectra, not equal eigenvectors."""
-        if distributed.active():
-            for spectrum in spectra.values():
-                distributed.from_rank_zero_(spectrum.tensors())
-        chosen = self.rule.select(spectra)
-        if distributed.active():
-            for selection in chosen.values():
-                distributed.from_rank_zero_([selection.weights, selection.threshold])
-        return chosen
-
-    def _updates(self) -> list[Update]:
-        constraints = [p.constraint for p in self._protected.values() if p.constraint is not None]
-        return [constraint.update for constraint in constraints if constraint.update is not None]
-
-    def _enter(self) -> None:
-        """Freeze everything that is not excluded, put the updates in place."""
-        self._flags = [(p, p.requires_grad) for p in self.model.parameters()]
-        for name, parameter in self.model.named_parameters(remove_duplicate=False):
-            if name not in self._found.excluded:
-                parameter.requires_grad_(False)
-                parameter.grad = None  # else an optimizer that was made before would move it once more
-        if self.norm == "per_task":
-            for parameter in affine_parameters(self._found.norms):
-                parameter.requires_grad_(True)
-        else:
-            for module in self._found.norms.values():
-                if stored_statistics(module):
-                    freeze_norm(module)
-        updates = self._updates()
-        install(updates)
-        if self._form == "sgd":
-            self._watch_optimizers = refuse_other_optimizers(self)
-        self._phase = "constrained"
-
-    def _leave(self) -> None:
-        """Ordinary modules again."""
-        uninstall(self._updates())
-        for module in self._found.norms.values():
-            if is_constrained(module):
-                unfreeze_norm(module)
-        for parameter, flag in self._flags:
-            parameter.requires_grad_(flag)
-        if self._watch_optimizers is not None:
-            self._watch_optimizers.remove()
-            self._watch_optimizers = None
-        self._flags = []
+        distributed.together(lambda: check_constrain(self, form, max_drift, task, private))
+        return constraining(self, form, max_drift, task, private, depth=2)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 
@@ -459,7 +238,7 @@ class NullSpace:
         """What the model kept: per layer rank, bound, and the exact drift on everything ever observed."""
         if not self._protected and not distributed.active():
             raise NessError("certificate: nothing was observed yet; call observe(old_inputs) first")
-        self._reduce()
+        reduce(self)
         protected = self._protected.values()
         directions = [p.directions for p in protected if p.directions is not None]
         return Certificate(
@@ -469,7 +248,7 @@ class NullSpace:
             kept=self._tasks.kept(),
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
-            parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in self._updates()}),
+            parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
         )
 
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
@@ -486,7 +265,7 @@ class NullSpace:
     @contextmanager
     def _as_observed(self) -> Iterator[None]:
         """The model with the weights it had when last observed, the private part of the task in use among them."""
-        updates = self._updates() if self.constrained else []
+        updates = updates_of(self) if self.constrained else []
         uninstall(updates)
         now = {name: protected.layer.stored() for name, protected in self._protected.items()}
         parts = self._tasks.private_in_use()
@@ -506,50 +285,20 @@ class NullSpace:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    @_ordinary_tensors()
+    @ordinary_tensors()
     def merge(self) -> None:
         """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order.
 
         The finished task is in use. Its private part is in its model's weights, not in those that all tasks share.
         """
-        if self._phase == "merged":
-            return
-        self._require_constrained("merge()")
-        merged: dict[str, Tensor] = {}
-        parts, own = {}, self.private_basis == "per_task"
-        for name, protected in self._protected.items():
-            if protected.constraint is not None and protected.constraint.update is not None:
-                merged[name] = protected.running()
-                part = protected.constraint.private_part(own)
-                if part is not None:
-                    parts[name] = part
-                numbers = [merged[name]] if part is None else [merged[name], part.coefficients]
-                if not all(bool(torch.isfinite(values).all()) for values in numbers):
-                    raise NessError(
-                        f"merge: the update of layer {name!r} holds NaN or Inf; training diverged. "
-                        "The model is untouched: call discard(), lower the learning rate, and try again"
-                    )
-        self._leave()
-        for name, protected in self._protected.items():
-            protected.finish(merged.get(name), self.rule, keep_directions=not own)
-        self._tasks.finish(read_norms(self._found.norms) if self.norm == "per_task" else {}, parts)
-        self._wear(parts)
-        self._phase = "merged"
+        transitions.merge(self)
 
     def discard(self) -> None:
         """Drop the updates: the model is what it was before `constrain`, its task's private part included.
 
         Excluded modules keep what they have learnt.
         """
-        self._require_constrained("discard()")
-        self._leave()
-        for protected in self._protected.values():
-            protected.constraint = None
-        if self.norm == "per_task":
-            write_norms(self._found.norms, self._tasks.norms_in_use())
-        self._tasks.abandon()
-        self._wear(self._tasks.private_in_use())
-        self._phase = "open"
+        transitions.discard(self)
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
@@ -559,18 +308,7 @@ class NullSpace:
         Exact however often: the weights of a task are the shared ones plus its private part, rounded once, from copies
         that no switch touches.
         """
-        if self.constrained:
-            raise NessError("use: the model is constrained; call merge() or discard() first")
-        self._tasks.use(task)
-        values = self._tasks.norms_in_use()
-        if values:
-            write_norms(self._found.norms, values)
-        self._wear(self._tasks.private_in_use())
-
-    def _wear(self, parts: Mapping[str, PrivatePart]) -> None:
-        """Private parts into the weights, in place of those that are there."""
-        for name, protected in self._protected.items():
-            protected.wear(parts.get(name))
+        transitions.use(self, task)
 
     def export(self, task: str, path: str | Path) -> None:
         """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
@@ -604,7 +342,7 @@ class NullSpace:
     def save(self, folder: str | Path) -> None:
         """Write the guard to a folder: safetensors and a JSON manifest, all or nothing."""
         distributed.together(lambda: None)
-        self._reduce()
+        reduce(self)
         tensors, manifest = self.state()
 
         def write() -> None:
@@ -632,7 +370,7 @@ class NullSpace:
         twin.__dict__.update(copy.deepcopy({**self.__dict__, "_watch_optimizers": None}, memo))
         twin._shape = shape_of(twin.model) if not twin.constrained else ()
         if self._watch_optimizers is not None:
-            twin._watch_optimizers = refuse_other_optimizers(twin)
+            twin._watch_optimizers = refuse_other_optimizers(updates_of(twin))
         return twin
 
     def __repr__(self) -> str:

@@ -3,25 +3,23 @@
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ness.errors import NessError
-
-if TYPE_CHECKING:
-    from ness.nullspace import NullSpace
+from ness.update import Update
 
 
-def refuse_other_optimizers(guard: NullSpace) -> RemovableHandle:
-    """Raise on the first step of any optimizer but `torch.optim.SGD` that holds one of the guard's increments.
+def refuse_other_optimizers(updates: list[Update]) -> RemovableHandle:
+    """Raise on the first step of any optimizer but `torch.optim.SGD` that holds one of the increments.
 
     SGD, momentum, Nesterov and decay add multiples of projected gradients, which stay in the free space. Adam and its
     kin rescale every entry, which leaves it.
     """
-    mine = {id(update.parameter): weakref.ref(update.parameter) for update in guard._updates()}
+    mine = {id(update.parameter): weakref.ref(update.parameter) for update in updates}
 
     def is_mine(parameter: torch.Tensor) -> bool:
         known = mine.get(id(parameter))

@@ -21,3 +21,8 @@ def full_precision(like: Tensor) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(products)
         torch.backends.cudnn.allow_tf32 = convolutions
+
+
+def ordinary_tensors() -> torch.inference_mode:
+    """Tensors made inside can be written to later, also where the caller is in inference mode."""
+    return torch.inference_mode(False)

@@ -19,6 +19,7 @@ from ness.protected import Protected
 from ness.relative import Relative
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.storage import fingerprint
+from ness.transitions import enter
 from ness.update import Projector, Update
 
 if TYPE_CHECKING:
@@ -201,7 +202,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         live = _norms(tensors, "norms/live/")
         if live:
             write_norms(guard._found.norms, live)
-        guard._enter()
+        enter(guard)
 
 
 def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
