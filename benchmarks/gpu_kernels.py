@@ -13,17 +13,16 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from ness.lab.environment import repeatable
-from ness.lab.pauses import to_the_end
 
 
 def kernels(method: str, network: str, device: torch.device) -> dict[str, tuple[float, float]]:
     """Microseconds a step and launches a step of every kernel, over an epoch of the second task."""
     activity = ProfilerActivity.CUDA if device.type == "cuda" else ProfilerActivity.CPU
     one = trainer(method, network, 0, 3, False, False, device)
-    to_the_end(to_second_task(one))
+    to_second_task(one)
     synchronize(device)
     with profile(activities=[activity]) as found:
-        to_the_end(some_epochs(one, 1))
+        some_epochs(one, 1)
         synchronize(device)
     spent: dict[str, float] = defaultdict(float)
     count: dict[str, int] = defaultdict(int)

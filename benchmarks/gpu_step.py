@@ -18,7 +18,7 @@ from ness.lab.capture import runner_for
 from ness.lab.environment import repeatable
 from ness.lab.jobs import resolve
 from ness.lab.lanes import allow_many_streams, side_by_side
-from ness.lab.pauses import Pausing, to_the_end
+from ness.lab.pauses import pause
 from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
 from ness.lab.train import Trainer
 
@@ -59,16 +59,16 @@ def trainer(
     return Trainer(job.method, net, job.load(seed, None), job.settings, seed, device, runner, fast=fast)
 
 
-def to_second_task(trainer: Trainer) -> Pausing[None]:
+def to_second_task(trainer: Trainer) -> None:
     """One epoch of the second task is behind it afterwards, and captured if it is to be."""
     while not (trainer.at == 1 and trainer.learning is not None and trainer.learning.epoch == 1):
-        yield from trainer.unit()
+        trainer.advance()
 
 
-def some_epochs(trainer: Trainer, count: int) -> Pausing[None]:
-    yield "steps"
+def some_epochs(trainer: Trainer, count: int) -> None:
+    pause("steps")
     for _ in range(count):
-        yield from trainer.unit()
+        trainer.advance()
 
 
 def milliseconds(
@@ -91,7 +91,7 @@ def milliseconds(
 def free_directions(network: str, device: torch.device) -> str:
     """'rank/fan-in' of every layer in the second task of NESS."""
     one = trainer("ness", network, 0, 1, True, False, device)
-    to_the_end(to_second_task(one))
+    to_second_task(one)
     rows = one.method.guard.certificate().rows  # type: ignore[attr-defined]
     return " ".join(f"{row.rank}/{row.fan_in}" for row in rows)
 

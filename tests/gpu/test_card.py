@@ -214,10 +214,9 @@ def test_nan_on_the_card_leaves_the_statistics_before_it() -> None:
         assert torch.equal(gram.matrix, reference.grams[name].matrix)
 
 
-def _lane(seed: int, method: str):  # type: ignore[no-untyped-def]
+def _lane(seed: int, method: str) -> Trainer:
     trainer = tiny.trainer(method, seed, epochs=3, runner=CapturedRunner(), device=CARD)
-    while not trainer.done:
-        yield from trainer.unit()
+    trainer.run()
     return trainer
 
 

@@ -14,7 +14,7 @@ from ness.lab import registry
 from ness.lab.capture import CapturedRunner, PlainRunner, _moving, runner_for
 from ness.lab.lanes import side_by_side
 from ness.lab.lesson import copies
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import Coroutine
 from ness.lab.train import Trainer
 
 VARIANTS = {
@@ -65,10 +65,9 @@ def test_steps_of_blocks_from_buffers_are_the_same_steps(method: str) -> None:
 def test_lanes_that_capture_end_as_if_alone(method: str, norm: str) -> None:
     """Whatever a run sets for a pass (parts, statistics, gates) is its own, at every pause."""
 
-    def lane(seed: int) -> Pausing[Trainer]:
+    def lane(seed: int) -> Trainer:
         trainer = tiny.trainer(method, seed, epochs=1, runner=Repeating(), norm=norm)
-        while not trainer.done:
-            yield from trainer.unit()
+        trainer.run()
         return trainer
 
     together = side_by_side([partial(lane, seed) for seed in (1, 2)], torch.device("cpu"), 2)
@@ -83,7 +82,7 @@ def test_the_host_is_free_between_the_step_before_capture_and_the_capture() -> N
     trainer.advance()
     pauses = []
     for _ in range(2):
-        unit = trainer.unit()
+        unit = Coroutine(trainer.advance)
         pauses.append(list(unit))
     assert pauses == [["steps", "epoch", "epoch"], ["epoch"]]
     assert sorted(runner.graphs) == [8, 16]  # 56 samples: three batches of 16 and one of 8

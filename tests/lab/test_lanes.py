@@ -2,24 +2,28 @@
 
 import os
 from collections import deque
-from collections.abc import Generator
 
 import pytest
 import torch
 
 from ness import NessError
 from ness.lab.lanes import Lane, allow_many_streams, lanes_for, next_lane, side_by_side
+from ness.lab.pauses import Coroutine, Pause, pause
 
 CPU = torch.device("cpu")
 
 
-def counting(log: list[str], name: str, pauses: int, fails: bool = False) -> Generator[None, None, str]:
+def counting(log: list[str], name: str, pauses: int, fails: bool = False) -> str:
     for number in range(pauses):
         log.append(f"{name}{number}")
-        yield
+        pause()
     if fails:
         raise NessError(f"{name} went wrong")
     return name
+
+
+def waiting(number: int, at: Pause) -> Lane:
+    return Lane(number, Coroutine(lambda: counting([], "", 1)), None, pause=at)
 
 
 def test_results_come_in_the_order_given_and_work_between_tasks_is_not_scattered() -> None:
@@ -30,19 +34,19 @@ def test_results_come_in_the_order_given_and_work_between_tasks_is_not_scattered
 
 
 def test_a_lane_that_trains_goes_on_before_one_between_tasks() -> None:
-    between, training = (Lane(n, counting([], "", 1), None, pause=pause) for n, pause in enumerate((None, "epoch")))
+    between, training = waiting(0, None), waiting(1, "epoch")
     active = deque([between, training])
     assert [next_lane(active), next_lane(active)] == [training, between]
 
 
 def test_a_lane_about_to_train_goes_on_before_one_between_tasks() -> None:
-    between, ready = (Lane(n, counting([], "", 1), None, pause=pause) for n, pause in enumerate((None, "steps")))
+    between, ready = waiting(0, None), waiting(1, "steps")
     assert next_lane(deque([between, ready])) is ready
 
 
 def test_a_lane_whose_epoch_is_not_done_lets_others_go_on(monkeypatch) -> None:
     monkeypatch.setattr(Lane, "ready", lambda self: self.number != 1)
-    between, training = (Lane(n, counting([], "", 1), None, pause=pause) for n, pause in enumerate((None, "epoch")))
+    between, training = waiting(0, None), waiting(1, "epoch")
     assert next_lane(deque([training, between])) is between
 
 

@@ -14,8 +14,8 @@ import ness
 import tiny
 from ness import NessError
 from ness.lab import checkpoint
-from ness.lab import run as running
 from ness.lab.folder import RunFolder
+from ness.lab.pauses import Coroutine
 from ness.lab.run import Options, folder_of, run
 from ness.lab.streams.base import Stream
 
@@ -246,11 +246,11 @@ def test_the_second_process_is_told_who_holds_the_run(tmp_path: Path) -> None:
 def test_a_run_taken_up_in_the_middle_of_a_task_says_so_before_its_first_epoch(tmp_path: Path) -> None:
     """Lanes do what is between tasks on another stream, where no step may be captured."""
     job, options, heard = tiny.job("finetune", epochs=3), Options(tmp_path, save_every=0), []
-    work = running.running(job, 1, options, lambda event: heard.append(event.kind))
+    work = Coroutine(lambda: run(job, 1, options, lambda event: heard.append(event.kind)))
     while "epoch" not in heard:
         next(work)
     work.close()
-    again = running.running(job, 1, options, lambda event: heard.append(event.kind))
+    again = Coroutine(lambda: run(job, 1, options, lambda event: heard.append(event.kind)))
     assert next(again) == "steps"
     assert heard[-1] == "resumed"
     assert next(again) == "epoch"

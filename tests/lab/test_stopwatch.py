@@ -7,6 +7,7 @@ import torch
 
 import tiny
 from ness.lab.lanes import side_by_side
+from ness.lab.pauses import Coroutine, own_time, pause
 from ness.lab.run import Options, run
 from ness.lab.stopwatch import PHASES, Stopwatch, table, together
 
@@ -54,14 +55,14 @@ def test_others_seconds_do_not_count_but_the_hosts_waiting_does() -> None:
     clock = Clock()
     watch = Stopwatch(clock)
 
-    def work():  # type: ignore[no-untyped-def]
-        with watch.phase("steps"):
+    def work() -> str:
+        with own_time(watch), watch.phase("steps"):
             clock.now += 1.0
-            yield
+            pause()
             clock.now += 2.0
         return "done"
 
-    timed = watch.timed(work())
+    timed = Coroutine(work)
     next(timed)
     clock.now += 100.0  # others run, and of this the host waited half a second for this very work
     with pytest.raises(StopIteration) as end:
@@ -74,13 +75,13 @@ def test_lanes_share_the_hosts_time() -> None:
     clock = Clock()
     watches = [Stopwatch(clock) for _ in range(3)]
 
-    def lane(watch):  # type: ignore[no-untyped-def]
-        with watch.phase("steps"):
+    def lane(watch: Stopwatch) -> None:
+        with own_time(watch), watch.phase("steps"):
             for _ in range(4):
                 clock.now += 1.0
-                yield
+                pause()
 
-    side_by_side([lambda w=w: w.timed(lane(w)) for w in watches], torch.device("cpu"), 3)
+    side_by_side([lambda w=w: lane(w) for w in watches], torch.device("cpu"), 3)
     assert [watch.times()["steps"] for watch in watches] == [4.0, 4.0, 4.0]
     assert clock.now == 12.0
 

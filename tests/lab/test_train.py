@@ -19,7 +19,7 @@ from ness.lab.lanes import side_by_side
 from ness.lab.methods.base import Method, MethodSpec
 from ness.lab.nets.base import NetworkSpec
 from ness.lab.nets.lent import own_norms, using
-from ness.lab.pauses import to_the_end
+from ness.lab.pauses import Coroutine, pause, to_the_end
 
 METHODS = sorted(registry.all_methods())
 VARIANTS = {
@@ -95,7 +95,7 @@ def test_steps_of_two_runs_interleaved_within_an_epoch() -> None:
     for _ in range(3):
         for lane in lanes:
             assert lane.advance().kind == "task"
-        epochs = [lane.unit() for lane in lanes]
+        epochs = [Coroutine(lane.advance) for lane in lanes]
         for epoch in epochs:
             next(epoch)  # it is on its way
         for lane, epoch in zip(lanes, epochs, strict=True):
@@ -114,7 +114,7 @@ def test_runs_that_take_turns_at_every_pause_end_as_if_alone(changes: dict, monk
 
     def whole(one):
         while not one.done:
-            work = one.unit()
+            work = Coroutine(one.advance)
             seen = 0
             while True:
                 try:
@@ -124,7 +124,7 @@ def test_runs_that_take_turns_at_every_pause_end_as_if_alone(changes: dict, monk
                     break
                 seen += 1
                 assert torch.is_grad_enabled()  # nothing of the process's own is held open
-                yield
+                pause()
 
     side_by_side([partial(whole, one) for one in lanes], torch.device("cpu"), 2)
     assert all(tiny.same(one, other) for one, other in zip(alone, lanes, strict=True))

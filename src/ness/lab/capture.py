@@ -16,18 +16,18 @@ from torch import Tensor
 
 from ness.lab.lesson import Learning, Tensors, copies, copy_into
 from ness.lab.loader import Clock
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.step import Inputs, Step
 
 
 class Runner(Protocol):
     """Carries out what does not need the host: an epoch of steps, an evaluation."""
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor | Pausing[Tensor]:
-        """The mean loss of an epoch's steps, on the device; may pause."""
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+        """The mean loss of an epoch's steps, on the device."""
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor | Pausing[Tensor]:
-        """What `work` computes at the end of every epoch of a task, on the device; may pause."""
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+        """What `work` computes at the end of every epoch of a task, on the device."""
 
 
 class Graph(Protocol):
@@ -126,7 +126,7 @@ class CapturedRunner:
             self.learning, self.buffers, self.graphs, self.judged = learning, None, {}, None
             self.pool = None  # it went with the last graph that used it
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Pausing[Tensor]:
+    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
         """Replay every step."""
         self._of(learning)
         if self.buffers is None:
@@ -136,20 +136,20 @@ class CapturedRunner:
         sizes = [len(each.index) for each in inputs]
         if wanted := sorted(set(sizes) - set(self.graphs)):
             works = {size: partial(_one, learning.step, buffers, size) for size in wanted}
-            yield from self._capture(learning, works)
+            self._capture(learning, works)
             buffers.fill(inputs)
         for size in sizes:
             self.graphs[size].replay()
         return buffers.loss / len(inputs)
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Pausing[Tensor]:
+    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
         """Replay the evaluation."""
         self._of(learning)
         watch = learning.context.watch
         if self.judged is None:
             with watch.phase("capture"), self._beside():
                 result = work()
-            yield "epoch"  # of which the card has all steps to do before
+            pause("epoch")  # of which the card has all steps to do before
             with watch.phase("capture"):
                 self.judged = self._record(lambda: result.copy_(work())), result
         with watch.phase("evaluation"):
@@ -157,7 +157,7 @@ class CapturedRunner:
             graph.replay()
         return result
 
-    def _capture(self, learning: Learning, works: Mapping[int, Callable[[], None]]) -> Pausing[None]:
+    def _capture(self, learning: Learning, works: Mapping[int, Callable[[], None]]) -> None:
         """A graph of each work, under its size. What the steps run before have changed is put back."""
         moving, random = _moving(learning), learning.step.random
         with learning.context.watch.phase("capture"):
@@ -167,7 +167,7 @@ class CapturedRunner:
                     work()
                     copy_into(moving, before)
                 random.set_state(place)
-            yield "steps"
+            pause("steps")
             for size, work in works.items():
                 self.graphs[size] = self._record(work, random)
 

@@ -21,8 +21,7 @@ from ness.lab.environment import choose_device, repeatable
 from ness.lab.folder import Held, RunFolder
 from ness.lab.jobs import Job, resolve, settings_type
 from ness.lab.lanes import Run, allow_many_streams, lanes_for, side_by_side
-from ness.lab.pauses import Pausing
-from ness.lab.run import Listener, Options, Outcome, folder_of, running
+from ness.lab.run import Listener, Options, Outcome, folder_of, run
 from ness.lab.settings import nearest
 from ness.lab.streams.shelf import Shelf
 
@@ -100,7 +99,7 @@ def run_all(
         partial(
             _in_time,
             began,
-            partial(running, job, seed, options, listener(job, seed), shelf),
+            partial(run, job, seed, options, listener(job, seed), shelf),
             folder_of(job, seed, options.out),
             options,
         )
@@ -124,13 +123,13 @@ def run_all(
     return grid
 
 
-def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) -> Pausing[Outcome | None]:
+def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) -> Outcome | None:
     """The run; None if its turn comes too late, unless it is finished already and is to be left so."""
     late = options.stop_after is not None and time.monotonic() - began >= options.stop_after
     if late and (options.again or RunFolder(folder).result() is None):
         return None
     try:
-        return (yield from run())
+        return run()
     except NessError:
         raise
     except Exception as error:  # a method's own, say: it ends this run and no other

@@ -18,10 +18,10 @@ import torch
 
 from ness.errors import NessError
 from ness.lab.devices import MOST_LANES, UNKNOWN_NEED
-from ness.lab.pauses import Pause, Pausing
+from ness.lab.pauses import Coroutine, Pause
 
 Result = TypeVar("Result")
-Run = Callable[[], Pausing[Result]]
+Run = Callable[[], Result]
 Streams = tuple[torch.cuda.Stream, torch.cuda.Stream]  # of steps, and of what is between tasks
 MOST_STREAMS = 32  # torch hands out so many of a priority, then the same ones again
 
@@ -36,7 +36,7 @@ class Lane:
     """
 
     number: int
-    work: "Pausing[object]"
+    work: "Coroutine[object]"
     streams: "Streams | None" = None
     event: torch.cuda.Event | None = None  # after what was put on the device last
     waited: float | None = None  # seconds the host has waited for it; None before it has begun
@@ -106,7 +106,13 @@ def streams_on(device: torch.device) -> Streams | None:
 
 
 def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) -> list[Result | NessError]:
-    """What each run returned, or the error it ended with, in the order given; `lanes` of them at a time."""
+    """Runs `lanes` of them at a time; with one lane, one after another.
+
+    Returns:
+        What each run returned, or the error it ended with, in the order given.
+    """
+    if lanes == 1 and device.type != "cuda":
+        return [_ended(run) for run in runs]
     ends: dict[int, Result | NessError] = {}
     waiting = deque(enumerate(runs))
     active: deque[Lane] = deque()
@@ -115,7 +121,7 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
     while waiting or active:
         while waiting and places:
             number, run = waiting.popleft()
-            active.append(Lane(number, run(), *places.pop()))
+            active.append(Lane(number, Coroutine(run), *places.pop()))
         lane = next_lane(active)
         try:
             lane.go_on()
@@ -126,6 +132,13 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
         else:
             active.append(lane) if lane.trains else active.appendleft(lane)
     return [ends[number] for number in range(len(runs))]
+
+
+def _ended(run: Run[Result]) -> Result | NessError:
+    try:
+        return run()
+    except NessError as error:
+        return error.with_traceback(None)
 
 
 def next_lane(active: deque[Lane]) -> Lane:

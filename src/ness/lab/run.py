@@ -18,7 +18,7 @@ from ness.lab.folder import RunFolder
 from ness.lab.jobs import SCHEMA, Job
 from ness.lab.metrics import scores
 from ness.lab.nets.lent import named
-from ness.lab.pauses import Pausing, to_the_end
+from ness.lab.pauses import own_time, pause
 from ness.lab.stopwatch import Stopwatch
 from ness.lab.streams.base import Stream
 from ness.lab.streams.shelf import Shelf
@@ -57,13 +57,10 @@ def folder_of(job: Job, seed: int, out: Path) -> Path:
     return out / f"{job.benchmark.name}-{job.method.name}-{job.digest}-seed{seed}"
 
 
-def run(job: Job, seed: int, options: Options, listen: Listener = lambda event: None) -> Outcome:
-    """Runs a job with a seed to its end, or returns the result that is there."""
-    return to_the_end(running(job, seed, options, listen))
-
-
-def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shelf | None = None) -> Pausing[Outcome]:
-    """A run that pauses whenever it has put work on the device, so that others can go on; they may share a shelf."""
+def run(
+    job: Job, seed: int, options: Options, listen: Listener = lambda event: None, shelf: Shelf | None = None
+) -> Outcome:
+    """Runs a job with a seed to its end, or returns the result that is there; several runs may share a shelf."""
     folder = RunFolder(folder_of(job, seed, options.out))
     if not options.again and (found := folder.result()) is not None:
         _tell_version(folder, found, listen)
@@ -88,7 +85,8 @@ def running(job: Job, seed: int, options: Options, listen: Listener, shelf: Shel
         with environment.cpu_threads(options.threads, size) if device.type == "cpu" else nullcontext():
             with watch.phase("start"):
                 resumed = _take_up(folder, trainer, marks, listen)
-            yield from watch.timed(_carry_on(folder, trainer, marks, options, listen))
+            with own_time(watch):
+                _train(folder, trainer, marks, options, listen)
             with watch.phase("checkpoints"):
                 _save_weights(folder, trainer)
             result = _result(job, seed, trainer, stream, marks)
@@ -152,25 +150,25 @@ def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen:
     return True
 
 
-def _carry_on(
-    folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener
-) -> Pausing[None]:
-    """Unit after unit to the end, with a checkpoint every so many seconds; pauses while the device works."""
-    saved = time.monotonic()
-    pause = options.save_every
-    if pause is None:
-        pause = 120.0 if trainer.device.type == "cuda" else 30.0  # a card does four times as much in between
-    if trainer.learning is not None and not trainer.learning.over:
-        yield "steps"  # taken up in the middle of a task: what comes next is no work between tasks
-    while not trainer.done:
-        event = yield from trainer.unit()
+def _train(folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener) -> None:
+    """Trains to the end; logs every event and saves a checkpoint every so many seconds."""
+    saved, every = time.monotonic(), options.save_every
+    if every is None:
+        every = 120.0 if trainer.device.type == "cuda" else 30.0  # a GPU does four times as much in between
+
+    def keep(event: Event) -> None:
+        nonlocal saved
         folder.log(event.kind, event.facts)
-        if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= pause:
+        if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= every:
             with trainer.watch.phase("checkpoints"):
                 tensors, manifest = trainer.state()
                 checkpoint.write(folder.path, tensors, {"trainer": manifest, "marks": marks})
             saved = time.monotonic()
         listen(event)
+
+    if trainer.learning is not None and not trainer.learning.over:
+        pause("steps")  # taken up in the middle of a task: what comes next is no work between tasks
+    trainer.run(keep)
 
 
 def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[str, str]) -> dict[str, Any]:

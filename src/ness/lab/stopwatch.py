@@ -3,11 +3,8 @@
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Literal, TypeVar, get_args
+from typing import Literal, get_args
 
-from ness.lab.pauses import Pausing
-
-Result = TypeVar("Result")
 Phase = Literal[
     "start",  # data, network, and a checkpoint taken up
     "capture",  # of a step or an evaluation as a graph
@@ -51,17 +48,13 @@ class Stopwatch:
             self._book()
             self._phases.pop()
 
-    def timed(self, work: Pausing[Result]) -> Pausing[Result]:
-        """The work; of its pauses only the seconds that the host waited for it count, to the phase it paused in."""
-        while True:
-            try:
-                pause = next(work)
-            except StopIteration as end:
-                result: Result = end.value
-                return result
-            self._book()
-            waited = yield pause
-            self._since = self._clock() - (waited or 0.0)
+    def stop(self) -> None:
+        """The run pauses: what follows belongs to others (see `ness.lab.pauses.own_time`)."""
+        self._book()
+
+    def go_on(self, waited: float) -> None:
+        """The run goes on; seconds the host has waited for it count to the phase it paused in."""
+        self._since = self._clock() - waited
 
     def times(self) -> dict[str, float]:
         """Seconds by phase, up to now."""

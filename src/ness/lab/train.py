@@ -3,9 +3,9 @@
 import dataclasses
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,7 +17,7 @@ from ness.lab.loader import LARGE_BATCH, SPLITS, Samples, SplitName, fixed_order
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
 from ness.lab.nets.base import Network, NetworkSpec, Norms, build
 from ness.lab.nets.lent import Statistics, by_task, measuring, named, own_norms, using
-from ness.lab.pauses import Pausing, carried_out, to_the_end
+from ness.lab.pauses import pause
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training, draws_validation, part_of
 from ness.lab.step import Inputs
@@ -25,6 +25,7 @@ from ness.lab.stopwatch import Stopwatch
 from ness.lab.stopwatch import together as together_in_time
 from ness.lab.streams.base import Stream
 
+Result = TypeVar("Result")
 Matrix = list[list[float | None]]  # A[t][i]: test accuracy of task i after task t, in percent
 
 
@@ -39,9 +40,8 @@ class Event:
 class Trainer:
     """One seed of one setting, from the first task to the last.
 
-    `advance` does one unit of work (begin a task, one epoch, finish a task) and says what happened; between units
-    `state` is all there is to save. `unit` is the same with pauses, for whoever runs several trainers side by side on
-    one device.
+    `run` is the whole of it; `advance` does one unit of work (begin a task, one epoch, finish a task) and returns what
+    happened. Between units `state` is all there is to save.
     """
 
     def __init__(
@@ -103,46 +103,52 @@ class Trainer:
         """Whether every task has been learnt."""
         return self.at == len(self.lessons)
 
-    def advance(self) -> Event:
-        """One unit of work, to its end."""
-        return to_the_end(self.unit())
+    def run(self, listen: Callable[[Event], None] = lambda event: None) -> None:
+        """Trains task after task to the end, or on from where `load_state` put it.
 
-    def unit(self) -> Pausing[Event]:
-        """One unit of work; pauses when an epoch, or a stretch of what is done between tasks, is on the device."""
-        began = time.perf_counter()
-        learning = self.learning
-        if learning is None:
-            event = yield from self._begin()
-        elif learning.over:
-            return (yield from self._finish(began))
-        else:
-            event = yield from self._epoch()
-        self._current().seconds += time.perf_counter() - began
+        Args:
+            listen: is called with each event, when `state()` is all that a later process needs to go on from there.
+        """
+        while not self.done:
+            if self.learning is None:
+                listen(self.begin_task())
+            while not self._current().over:
+                listen(self.epoch())
+            listen(self.finish_task())
+
+    def advance(self) -> Event:
+        """One unit of work: begins a task, trains an epoch of it, or finishes it."""
+        if self.learning is None:
+            return self.begin_task()
+        return self.finish_task() if self.learning.over else self.epoch()
+
+    def epoch(self) -> Event:
+        """One epoch and its validation: all of it is on its way before the host asks for a number."""
+        began, learning = time.perf_counter(), self._current()
+        with self.watch.phase("steps"):
+            loss = self.runner.steps(learning, self.open_epoch())
+            judged = self.runner.evaluation(learning, self._valid)
+            numbers = torch.stack([loss.to(torch.float64), *judged])
+            pause("epoch")
+            found = numbers.tolist()
+        event = self.close_epoch(*found)
+        learning.seconds += time.perf_counter() - began
         return event
 
-    def _epoch(self) -> Pausing[Event]:
-        """One epoch and its validation: all of it on its way before the host asks for a number."""
-        learning = self._current()
-        with self.watch.phase("steps"):
-            loss = yield from carried_out(self.runner.steps(learning, self.open_epoch()))
-            judged = yield from carried_out(self.runner.evaluation(learning, self._valid))
-            numbers = torch.stack([loss.to(torch.float64), *judged])
-            yield "epoch"
-            found = numbers.tolist()
-        return self.close_epoch(*found)
-
-    def _begin(self) -> Pausing[Event]:
+    def begin_task(self) -> Event:
         """Starts the next task."""
-        yield None
+        began = time.perf_counter()
+        pause()
         lesson = self._lesson()
         self.start = copies(live_tensors(self.method, ()))
         open_for(self.context.model, lesson)
         self.context.model.eval()
         with self.watch.phase("statistics"):
-            yield from carried_out(self.method.before_task(lesson))
+            not_a_generator(self.method.before_task(lesson), "before_task")  # type: ignore[func-returns-value]
         self.learning = Learning(self.method, lesson, self.context)
         trained = sum(parameter.numel() for parameter in self.learning.trained)
-        yield "steps"
+        pause("steps")
+        self.learning.seconds += time.perf_counter() - began
         return Event("task", {"task": lesson.task, "name": self._name(), "trained": trained})
 
     def _lesson(self) -> Lesson:
@@ -198,26 +204,27 @@ class Trainer:
         learning.judge(valid)
         return Event("epoch", facts)
 
-    def _finish(self, began: float) -> Pausing[Event]:
+    def finish_task(self) -> Event:
         """Ends a task: best weights in place, the method's own end of task, and a row of the accuracy matrix."""
-        yield None
+        began = time.perf_counter()
+        pause()
         learning = self._current()
         learning.finish()
         self.context.model.eval()
         with self.watch.phase("statistics"):
-            notes = dict((yield from carried_out(self.method.after_task(learning.lesson))))
+            notes = dict(not_a_generator(self.method.after_task(learning.lesson), "after_task"))
         seen = learning.lesson.tasks[-1] + 1
         with self.watch.phase("evaluation"):
             if self.training.norm == "task":
                 for task in learning.lesson.tasks:
                     self.statistics[task] = self._measured(task)
-                    yield None
+                    pause()
             right = []
             for task in range(seen):
                 self.method.use(task)
                 with using(self.context.model, self.statistics.get(task, {})):
                     right.append(self._evaluate(task, "test")[1])
-                yield None
+                pause()
             self.method.use(seen - 1)
             row: list[float | None] = [*torch.stack(right).tolist(), *[None] * (len(self.stream) - seen)]
         learning.seconds += time.perf_counter() - began
@@ -307,3 +314,13 @@ class Trainer:
             self.learning.load_state(parts["learning"], manifest["learning"])
         self.random.load_state(parts["random"], manifest["host"])
         self.statistics = by_task(parts["norms"], self.device)
+
+
+def not_a_generator(found: Result, hook: str) -> Result:
+    """What a method's hook returned; a generator, whose body has not run yet, is refused."""
+    if isinstance(found, Generator):
+        raise NessError(
+            f"{hook} of the method returned a generator, so nothing of it has run; call ness.lab.pauses.pause() where "
+            "it yields"
+        )
+    return found

@@ -11,7 +11,6 @@ from ness.lab.loader import Batch
 from ness.lab.methods import ewc
 from ness.lab.methods.ewc import batch_fisher, merged, per_sample_fisher, quadratic, strength, vector
 from ness.lab.nets.base import build
-from ness.lab.pauses import to_the_end
 
 
 def after_task(task: int, **changes):
@@ -84,7 +83,7 @@ def test_fisher_is_the_mean_of_squared_gradients_of_each_samples_loss(norm: str)
         losses = F.cross_entropy(model(batch.images, 0), batch.labels, reduction="none")
         for name, value in zip(named, torch.autograd.grad(losses[number], list(named.values())), strict=True):
             expected[name] += value.square() / 20
-    found = to_the_end(per_sample_fisher(model, iter([batch]), named))
+    found = per_sample_fisher(model, iter([batch]), named)
     assert all(torch.allclose(found[name], expected[name], rtol=1e-9) for name in named)
 
 
@@ -97,7 +96,7 @@ def test_fisher_on_the_papers_networks(network: str, norm: str) -> None:
     model = build(spec, (3, 32, 32), [3], norm, weights=generator, dropout=generator, device=cpu).eval()
     batch = Batch(torch.randn(3, 3, 32, 32, generator=generator), torch.tensor([0, 1, 2]), 0)
     named = dict(model.named_parameters())
-    found = to_the_end(per_sample_fisher(model, iter([batch]), named))
+    found = per_sample_fisher(model, iter([batch]), named)
     losses = F.cross_entropy(model(batch.images, 0), batch.labels, reduction="none")
     each = [torch.autograd.grad(loss, list(named.values()), retain_graph=True) for loss in losses]
     for name, *values in zip(named, *each, strict=True):
@@ -121,7 +120,7 @@ def test_fisher_of_batches_is_the_hat_repositorys_and_leaves_statistics_alone() 
     one = after_task(1, norm="stored", fisher="batch")
     model, samples = one.context.model.eval(), one.data["train"][0]
     named = {"conv.weight": model.conv.weight.requires_grad_()}
-    found = to_the_end(batch_fisher(model, samples, named))
+    found = batch_fisher(model, samples, named)
     expected = torch.zeros_like(model.conv.weight)
     for chunk in torch.arange(56).split(20):  # 20, 20, 16
         batch = samples.take(chunk)
@@ -129,7 +128,7 @@ def test_fisher_of_batches_is_the_hat_repositorys_and_leaves_statistics_alone() 
         expected += len(chunk) * torch.autograd.grad(loss, model.conv.weight)[0].square() / 56
     assert torch.allclose(found["conv.weight"], expected)
     before = model.norm.running_mean.clone()
-    to_the_end(one.method._fisher(samples))
+    one.method._fisher(samples)
     assert torch.equal(model.norm.running_mean, before)
 
 

@@ -16,7 +16,6 @@ from ness.lab.loader import Batch, Samples
 from ness.lab.losses import cross_entropy
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import without_update
-from ness.lab.pauses import Pausing
 from ness.lab.seeds import Randomness
 from ness.lab.settings import Training
 from ness.lab.stopwatch import Stopwatch
@@ -71,14 +70,13 @@ class Method:
         self.context = context
         self.model = context.model
 
-    def before_task(self, lesson: Lesson) -> Pausing[None] | None:
+    def before_task(self, lesson: Lesson) -> None:
         """Gets ready for a task.
 
         The model is as the last task left it, in eval mode, all trainable but other tasks' heads. What takes long may
-        be a generator that yields now and then: runs side by side on a card then do not wait for it. Nothing is saved
-        in between.
+        call `ness.lab.pauses.pause()` now and then, so that runs side by side on one GPU do not wait for it. Nothing is
+        saved in between.
         """
-        return None
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """What trains in this task; everything else gets neither gradient nor weight decay."""
@@ -129,8 +127,8 @@ class Method:
         """
         return ()
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]] | Mapping[str, Any]:
-        """Takes what must be kept of a task; returns what the record should say. May pause, as `before_task` may.
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+        """Takes what must be kept of a task; returns what the record should say. It may pause, as `before_task` may.
 
         The best weights are in place, the model is in eval mode.
         """

@@ -16,7 +16,7 @@ from ness.lab.methods._project import ADAM, check_no_decay, named, removal, unde
 from ness.lab.methods._rows import check_count, draw, input_rows
 from ness.lab.methods._scales import Scale, Scaling, identity_scale
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.settings import check_ranges, setting
 from ness.layers import Layer, LinearLayer
 
@@ -55,7 +55,7 @@ class Codecl(Scaling):
         own: CodeclSettings = self.context.own
         return own.subtracted == "detached" and isinstance(layer, LinearLayer)
 
-    def before_task(self, lesson: Lesson) -> Pausing[None]:
+    def before_task(self, lesson: Lesson) -> None:
         """Where the new task's inputs overlap what is held, U_t and S_t; a layer between two pauses."""
         check_count("samples", self.own.samples, lesson.train)
         if lesson.task == 0:
@@ -69,7 +69,7 @@ class Codecl(Scaling):
             both = within(conjunction, held, new)
             if float(both.capacity) > self.own.overlap * float(held.capacity):
                 self.scales[lesson.task][name] = [self._scale(both.vectors[:, : self.own.shared].float())]
-            yield None
+            pause()
 
     def _wide_enough(self, name: str) -> bool:
         layer = self.layers[name]
@@ -89,7 +89,7 @@ class Codecl(Scaling):
         images = draw(lesson.train, self.own.samples, self.context.random.method).images
         return input_rows(self.model, self.layers, images, forward=self.effective(lesson.task))
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """C ← C OR C_t, small directions let go; not after the last task."""
         notes = {"scaled": sorted(self.scales.get(lesson.task, {}))}
         if self.is_last(lesson):
@@ -100,7 +100,7 @@ class Codecl(Scaling):
                 found = within(disjunction, wide(self.conceptors[name]), found)
             cut = found.cut(self.own.floor)
             self.conceptors[name] = Conceptor(cut.vectors.float(), cut.values.float())
-            yield None
+            pause()
         self._close()
         return {**notes, "capacity": {name: round(float(c.capacity), 4) for name, c in self.conceptors.items()}}
 

@@ -14,7 +14,7 @@ from ness.lab.losses import cross_entropy
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import batch_norms, hold_statistics
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.settings import check_ranges, setting
 
 Tensors = dict[str, Tensor]
@@ -76,7 +76,7 @@ def merged(new: Tensors, old: Tensors, finished: int) -> Tensors:
     }
 
 
-def per_sample_fisher(model: Network, batches: Iterator[Batch], named: Mapping[str, nn.Parameter]) -> Pausing[Tensors]:
+def per_sample_fisher(model: Network, batches: Iterator[Batch], named: Mapping[str, nn.Parameter]) -> Tensors:
     """Mean over samples of the squared gradient of each sample's own loss, true labels, in the model's mode."""
     total = {name: torch.zeros_like(value) for name, value in named.items()}
     coupled = any(norm.training or not norm.track_running_stats for norm in batch_norms(model))
@@ -87,7 +87,7 @@ def per_sample_fisher(model: Network, batches: Iterator[Batch], named: Mapping[s
         for found in squares(model, batch, named):
             for name, value in found.items():
                 total[name] += value
-        yield None
+        pause()
     return {name: value / count for name, value in total.items()}
 
 
@@ -116,14 +116,14 @@ def squares_together(model: Network, batch: Batch, named: Mapping[str, nn.Parame
         yield {name: value.square().sum(0) for name, value in zip(named, found, strict=True)}
 
 
-def batch_fisher(model: Network, samples: Samples, named: Mapping[str, nn.Parameter]) -> Pausing[Tensors]:
+def batch_fisher(model: Network, samples: Samples, named: Mapping[str, nn.Parameter]) -> Tensors:
     """The HAT repository's: stored order, batches of 20, squared mean gradients weighted by the batch's size."""
     total = {name: torch.zeros_like(value) for name, value in named.items()}
     for batch in samples.batches(samples.stored_order(), HAT_BATCH):
         loss = cross_entropy(model(batch.images, batch.task), batch)
         for name, value in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
             total[name] += len(batch.labels) * value.square()
-        yield None
+        pause()
     return {name: value / len(samples) for name, value in total.items()}
 
 
@@ -164,11 +164,11 @@ class Ewc(Method):
         """Clips the gradient: a strong pull far from the anchor must not throw the weights beyond it."""
         torch.nn.utils.clip_grad_norm_(list(self._trained().values()), self.own.clip)
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Takes this task's Fisher at the best weights, a batch between two pauses, and moves the anchor there."""
         if lesson.task == self.context.tasks - 1:
             return {}
-        new = yield from self._fisher(lesson.train)
+        new = self._fisher(lesson.train)
         every = dict(self.model.named_parameters())
         old = self.fisher or {name: torch.zeros_like(value) for name, value in every.items()}
         self.fisher, self.pull = merged(new, old, self.finished), None
@@ -176,11 +176,11 @@ class Ewc(Method):
         self.finished += 1
         return {"fisher": float(sum(value.sum() for value in self.fisher.values()))}
 
-    def _fisher(self, samples: Samples) -> Pausing[Tensors]:
+    def _fisher(self, samples: Samples) -> Tensors:
         if self.own.fisher == "batch":
             self.model.train()
             buffers = {name: value.clone() for name, value in self.model.named_buffers()}
-            found = yield from batch_fisher(self.model, samples, self._trained())
+            found = batch_fisher(self.model, samples, self._trained())
             for name, value in self.model.named_buffers():
                 value.copy_(buffers[name])  # looking is not training: running statistics stay
             self.model.eval()
@@ -188,7 +188,7 @@ class Ewc(Method):
         self.model.eval()
         order = fixed_order(len(samples), samples.task, "train", samples.labels.device)
         batches = samples.batches(order[: self.own.fisher_samples], self.context.training.batch)
-        return (yield from per_sample_fisher(self.model, batches, self._trained()))
+        return per_sample_fisher(self.model, batches, self._trained())
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Anchor and Fisher."""

@@ -16,7 +16,7 @@ from ness.lab.methods._crop import corner_rows
 from ness.lab.methods._project import ADAM, Projecting, check_no_decay, empty_bases, named, removal, under
 from ness.lab.methods._rows import check_count, check_images, draw, input_rows
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.settings import setting
 
 
@@ -74,7 +74,7 @@ class Gpm(Projecting):
         """Makes sure, before any training, that the task has the images that will be drawn of it."""
         check_count("samples", self.own.samples, lesson.train)
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Adds what this task uses of every layer to the memory, a layer between two pauses; not after the last one."""
         if self.is_last(lesson):
             return {}
@@ -82,7 +82,7 @@ class Gpm(Projecting):
         threshold = self.thresholds[lesson.task]
         for name in self.layers:
             self.remember(name, rows[name], threshold)
-            yield None
+            pause()
         self.close()
         return {"ranks": {name: f"{basis.shape[1]}/{basis.shape[0]}" for name, basis in self.bases.items()}}
 

@@ -14,7 +14,7 @@ from ness.lab.methods._rows import backbone_layers
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import batches_at_once, in_parts
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.settings import Training, setting
 
 BATCHES_A_CALL = 16  # observed between two pauses
@@ -59,17 +59,17 @@ class Ness(Method):
     def _new_guard(self) -> "ness.NullSpace":
         return ness.NullSpace(self.model, rule=rule_of(self.own), exclude=["heads"], norm="freeze")
 
-    def before_task(self, lesson: Lesson) -> Pausing[None]:
+    def before_task(self, lesson: Lesson) -> None:
         """Confines every layer of the backbone, from the second task on; the task's own head stays free."""
         if lesson.task == 0:
             return
         if self.own.statistics == "recomputed":
             self.guard = self._new_guard()
             protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
-            yield from self._observe(protected)
+            self._observe(protected)
         with self.context.watch.phase("decomposition"):
             for _ in self.guard.constraining(form=self._form()):
-                yield None
+                pause()
 
     def _form(self) -> Literal["any", "sgd"]:
         """The cheaper form wherever it is the same training.
@@ -87,7 +87,7 @@ class Ness(Method):
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
         return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Merges the update into plain weights and takes this task's Grams; says what every layer may have lost."""
         notes: dict[str, Any] = {}
         if lesson.task > 0:
@@ -96,12 +96,12 @@ class Ness(Method):
         last = lesson.task == self.context.tasks - 1
         wanted = self.own.history == "all" or lesson.task == 0
         if self.own.statistics == "kept" and wanted and not last:
-            yield from self._observe((lesson.train,))
+            self._observe((lesson.train,))
         return notes
 
-    def _observe(self, tasks: tuple[Samples, ...]) -> Pausing[None]:
+    def _observe(self, tasks: tuple[Samples, ...]) -> None:
         batches = observed(self.model, tasks, self.context.training, mixed=self.own.borders == "mixed")
-        yield from observing(self.guard, batches, self.context)
+        observing(self.guard, batches, self.context)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """The guard: Grams, bases and updates."""
@@ -119,13 +119,13 @@ def features_of(model: nn.Module, batch: Batch) -> Tensor:
         return model.features(batch.images)
 
 
-def observing(guard: ness.NullSpace, batches: Iterator[Batch], context: Context) -> Pausing[None]:
+def observing(guard: ness.NullSpace, batches: Iterator[Batch], context: Context) -> None:
     """Observes a few batches a call, with a pause after each: the statistics are the same, bit for bit."""
     with context.watch.phase("observing"):
         for first in batches:
             more = max(1, BATCHES_A_CALL // first.parts) - 1
             guard.observe([first, *islice(batches, more)], forward=features_of)
-            yield None
+            pause()
 
 
 def observed(model: Network, tasks: tuple[Samples, ...], training: Training, *, mixed: bool) -> Iterator[Batch]:

@@ -11,7 +11,7 @@ import ness
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, sizes_of
 from ness.lab.methods.ness import certificate_row, observed, observing, rule_of
 from ness.lab.nets.norms import batch_norms, measure_statistics
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.settings import check_ranges, setting
 
 SHARED = "shared weights/"
@@ -79,20 +79,20 @@ class NessPlus(Method):
         layers = sizes_of(self.model, context.tasks, ()).layers
         self.private = private_directions(self.own, layers, norm_numbers(self.model))
 
-    def before_task(self, lesson: Lesson) -> Pausing[None]:
+    def before_task(self, lesson: Lesson) -> None:
         """From the second task on: the shared weights, confined, and room for what is the task's own."""
         if lesson.task > 0:
             training = self.context.training
             form: Literal["any", "sgd"] = "sgd" if training.optimizer in ("sgd", "sgdm") else "any"
             with self.context.watch.phase("decomposition"):
                 for _ in self.guard.constraining(form=form, task=_name(lesson.task), private=self.private):
-                    yield None
+                    pause()
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the updates, the norms and the head."""
         return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """Measures the task's norms, merges what is shared, and takes the Grams of the task as it is used."""
         training = self.context.training
         if lesson.task == 0 or self.own.norms == "own":
@@ -106,7 +106,7 @@ class NessPlus(Method):
             notes["kept"] = certificate.kept.get(_name(lesson.task), 0)
         if lesson.task < self.context.tasks - 1:
             batches = observed(self.model, (lesson.train,), training, mixed=False)
-            yield from observing(self.guard, batches, self.context)
+            observing(self.guard, batches, self.context)
         return notes
 
     def use(self, task: int) -> None:

@@ -14,7 +14,7 @@ from ness.lab.loader import Batch
 from ness.lab.methods._project import ADAM, Projecting, Removal, check_no_decay, named, under
 from ness.lab.methods._rows import input_grams
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.pauses import Pausing
+from ness.lab.pauses import pause
 from ness.lab.settings import setting
 from ness.layers import ConvLayer, Layer
 
@@ -123,14 +123,14 @@ class Owm(Projecting):
         """The projectors, where steps move them."""
         return list(self.projectors.values()) if self.own.updates == "every-batch" else ()
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """With task-end, P takes in the task: P⁻¹ ← P⁻¹ + (XᵀX/n)/α, a layer between two pauses; not after the last."""
         if self.own.updates == "task-end" and not self.is_last(lesson):
             grams = input_grams(self.model, self.layers, lesson.train, self.context.training.batch)
             for name, gram in grams.items():
                 mean = gram.matrix[0] / gram.count
                 self.projectors[name] = shrunk_by_gram(self.projectors[name], mean, self.own.alpha)
-                yield None
+                pause()
             self._close()
         return {"open": {name: round(float(p.trace()), 1) for name, p in self.projectors.items()}}
 

@@ -20,7 +20,6 @@ from ness.lab.methods._rows import check_count, draw
 from ness.lab.methods._scales import Scaling, identity_scale
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check
-from ness.lab.pauses import Pausing
 from ness.lab.settings import setting
 
 
@@ -137,11 +136,11 @@ class Trgp(Scaling, Gpm):
             name: [identity_scale(self.task_bases[old][name]) for old in tasks] for name, tasks in chosen.items()
         }
 
-    def after_task(self, lesson: Lesson) -> Pausing[Mapping[str, Any]]:
+    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
         """The memory grows, seen by the shared weights alone; the record says whom each layer trusted."""
         if not self.is_last(lesson):
             self.task_bases.append({})
-        return {**(yield from super().after_task(lesson)), "trusted": self.lenders.get(lesson.task, {})}
+        return {**super().after_task(lesson), "trusted": self.lenders.get(lesson.task, {})}
 
     def remember(self, name: str, rows: Tensor, threshold: float) -> None:
         """B_t: the fewest of [M, U] that cover the task; M grows by those of U among them."""
