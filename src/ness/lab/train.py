@@ -181,13 +181,22 @@ class Trainer:
             order.copy_(torch.randperm(len(order), generator=self.random.order))
 
     def _valid(self) -> torch.Tensor:
-        """Validation loss and accuracy of what is being learnt, (2,) on the device."""
-        pairs = [self._evaluate(task, "valid") for task in self._current().lesson.tasks]
-        return torch.stack([torch.stack(pair) for pair in pairs]).mean(0)
+        """Cross-entropy and accuracy on validation data of what is being learnt, (2,) on the device.
 
-    def close_epoch(self, loss: float, valid: float, accuracy: float) -> Event:
-        """Moves the schedule and reports."""
+        Where the method's objective has a penalty, that is a third number.
+        """
+        lesson = self._current().lesson
+        pairs = [self._evaluate(task, "valid") for task in lesson.tasks]
+        found = torch.stack([torch.stack(pair) for pair in pairs]).mean(0)
+        with torch.no_grad():
+            penalty = self.method.penalty(lesson)
+        return found if penalty is None else torch.cat([found, penalty.to(found.dtype).view(1)])
+
+    def close_epoch(self, loss: float, valid: float, accuracy: float, penalty: float | None = None) -> Event:
+        """Moves the schedule and reports; `valid` is the cross-entropy, `penalty` what the objective adds to it."""
         learning = self._current()
+        if penalty is not None and self.method.select_on == "objective":
+            valid += penalty
         facts = {
             "task": learning.lesson.task,
             "epoch": learning.epoch + 1,
@@ -195,6 +204,7 @@ class Trainer:
             "loss": loss,
             "valid_loss": valid,
             "valid_accuracy": accuracy,
+            **({} if penalty is None else {"valid_penalty": penalty}),
         }
         if not (math.isfinite(facts["loss"]) and math.isfinite(valid)):
             raise NessError(

@@ -14,6 +14,7 @@ from ness.errors import NessError
 from ness.lab import optimizers
 from ness.lab.loader import Batch, Samples
 from ness.lab.losses import cross_entropy
+from ness.lab.methods._selection import SelectOn
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import without_update
 from ness.lab.seeds import Randomness
@@ -61,10 +62,12 @@ class Method:
     """The hooks, in the order in which the loop calls them; this class alone is plain fine-tuning.
 
     A step is tensors in, tensors out: no hook called inside one (`gradients`, `loss`, `logits`, `after_backward`,
-    `after_step`) may read a tensor's value on the host or branch on it, and random numbers come from
+    `after_step`), nor `penalty`, may read a tensor's value on the host or branch on it, and random numbers come from
     `context.random.step` there. Then the same step runs in the plain loop and captured in a CUDA graph. The clock on
     the batch says where in the task the step is.
     """
+
+    select_on: SelectOn = "loss"  # what the plateau schedule and the choice of the best weights look at
 
     def __init__(self, context: Context) -> None:
         self.context = context
@@ -119,6 +122,14 @@ class Method:
 
     def after_step(self, batch: Batch) -> None:
         """Changes parameters after the optimizer's step: clamps."""
+
+    def penalty(self, lesson: Lesson) -> Tensor | None:
+        """What the objective adds to the cross-entropy at the weights as evaluation uses them: () on the device.
+
+        It is logged with every validation, and part of the validation loss where `select_on` is "objective". None
+        where the objective is the cross-entropy alone; a method gives either all through a task.
+        """
+        return None
 
     def moved_by_steps(self) -> Sequence[Tensor]:
         """Tensors that a step changes besides the model's and what trains: a replay memory, running averages.

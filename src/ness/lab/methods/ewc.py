@@ -1,4 +1,8 @@
-"""EWC: a quadratic pull to the last task's weights, each as strong as its Fisher information."""
+"""EWC: a quadratic pull to the last task's weights, each as strong as its Fisher information.
+
+As in the HAT repository, the pull is part of the validation loss that moves the schedule and chooses the weights
+(`select_on`): where it grows, cross-entropy alone may fall all the while and the rate would never be lowered.
+"""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ from torch.nn import functional as F
 
 from ness.lab.loader import Batch, Samples, fixed_order
 from ness.lab.losses import cross_entropy
+from ness.lab.methods._selection import SELECTION_ONLY_WITH, Selection
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network
 from ness.lab.nets.norms import batch_norms, hold_statistics
@@ -24,7 +29,7 @@ AT_ONCE = 16  # per-sample gradients held at a time: memory of so many networks
 
 
 @dataclass(frozen=True)
-class EwcSettings:
+class EwcSettings(Selection):
     """What EWC adds to the training settings."""
 
     penalty: float = setting(250.0, "λ, in the units of --convention")
@@ -117,12 +122,15 @@ def squares_together(model: Network, batch: Batch, named: Mapping[str, nn.Parame
 
 
 def batch_fisher(model: Network, samples: Samples, named: Mapping[str, nn.Parameter]) -> Tensors:
-    """The HAT repository's: stored order, batches of 20, squared mean gradients weighted by the batch's size."""
+    """The HAT repository's: stored order, batches of 20, squared mean gradients.
+
+    Each is weighted by 20, a last shorter batch too, as that code has it, and the sum divided by the samples.
+    """
     total = {name: torch.zeros_like(value) for name, value in named.items()}
     for batch in samples.batches(samples.stored_order(), HAT_BATCH):
         loss = cross_entropy(model(batch.images, batch.task), batch)
         for name, value in zip(named, torch.autograd.grad(loss, list(named.values())), strict=True):
-            total[name] += len(batch.labels) * value.square()
+            total[name] += HAT_BATCH * value.square()
         pause()
     return {name: value / len(samples) for name, value in total.items()}
 
@@ -134,6 +142,7 @@ class Ewc(Method):
         super().__init__(context)
         own: EwcSettings = context.own
         self.own = own
+        self.select_on = own.select_on
         weight = strength(own.penalty, own.convention, context.training.batch)
         self.weight = weight * HAT_BATCH if own.fisher == "batch" else weight  # on the Fisher that is taken
         self.finished = 0  # tasks in the Fisher
@@ -153,12 +162,17 @@ class Ewc(Method):
     def loss(self, batch: Batch) -> Tensor:
         """Cross-entropy, and the pull to the anchor once there is one."""
         loss = super().loss(batch)
-        if not self.finished:
-            return loss
+        return loss + self._pulled() if self.finished else loss
+
+    def penalty(self, lesson: Lesson) -> Tensor | None:
+        """λ/2 · Σ F (θ - θ*)² once there is an anchor."""
+        return self._pulled() if self.finished else None
+
+    def _pulled(self) -> Tensor:
         trained = self._trained()
         if self.pull is None:
             self.pull = vector(self.anchor, trained), vector(self.fisher, trained)
-        return loss + quadratic(vector(trained, trained), *self.pull, self.weight)
+        return quadratic(vector(trained, trained), *self.pull, self.weight)
 
     def after_backward(self, batch: Batch) -> None:
         """Clips the gradient: a strong pull far from the anchor must not throw the weights beyond it."""
@@ -245,6 +259,6 @@ METHOD = MethodSpec(
     year=2017,
     settings=EwcSettings,
     presets=PRESETS,
-    only_with={"fisher_samples": ("fisher", ("sample",))},
+    only_with={"fisher_samples": ("fisher", ("sample",)), **SELECTION_ONLY_WITH},
     check=check,
 )

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ness.errors import NessError
 from ness.lab.loader import Batch, Clock
+from ness.lab.methods._selection import SELECTION_ONLY_WITH, Selection
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
 from ness.lab.nets.base import Network, Wire
 from ness.lab.settings import setting
@@ -19,7 +20,7 @@ STEEP = 50.0  # s·e is clipped here in the compensation, so that cosh stays fin
 
 
 @dataclass(frozen=True)
-class HatSettings:
+class HatSettings(Selection):
     """What HAT adds to the training settings."""
 
     smax: float = setting(400.0, "steepest gate: an epoch anneals s from 1/smax to smax; tests use smax")
@@ -101,6 +102,7 @@ class Hat(Method):
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.own: HatSettings = context.own
+        self.select_on = self.own.select_on
         self.widths = widths(self.model)
         if not self.widths:
             raise NessError(
@@ -146,6 +148,11 @@ class Hat(Method):
         """Cross-entropy, and the price of units that were free."""
         loss = super().loss(batch)
         return loss + self.own.sparsity * crowding(self.opened, self.claimed)
+
+    def penalty(self, lesson: Lesson) -> Tensor:
+        """The price of units that were free, under gates as steep as at test."""
+        opened = torch.sigmoid(self.own.smax * self.embeddings[lesson.task])
+        return self.own.sparsity * crowding(opened, self.claimed)
 
     def after_backward(self, batch: Batch) -> None:
         """Blocks what earlier tasks need, mends the gates' gradients, clips."""
@@ -248,5 +255,6 @@ METHOD = MethodSpec(
     settings=HatSettings,
     presets=PRESETS,
     check=check,
+    only_with=SELECTION_ONLY_WITH,
     refuses={"adamw": "its scaling undoes the blocking of weights that earlier tasks need; use --optimizer sgd"},
 )
