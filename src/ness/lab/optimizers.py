@@ -1,6 +1,7 @@
 """The optimizers of the loop, with the learning rate as a tensor, and SAM's ascent as pure functions."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -72,3 +73,26 @@ def restore(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
     """Gives back the memory that `ascend` returned: the same values, bit for bit."""
     for parameter, value in kept:
         parameter.data = value
+
+
+@contextmanager
+def restoring(kept: Sequence[tuple[nn.Parameter, Tensor]]) -> Iterator[None]:
+    """Gives back on the way out what `ascend` returned, also where what is inside fails."""
+    try:
+        yield
+    finally:
+        restore(kept)
+
+
+@contextmanager
+def taking_part(frozen: Sequence[nn.Parameter]) -> Iterator[None]:
+    """Inside, backward passes give frozen parameters a gradient too; afterwards they are as before, without one."""
+    before = [parameter.requires_grad for parameter in frozen]
+    try:
+        for parameter in frozen:
+            parameter.requires_grad_(True)
+        yield
+    finally:
+        for parameter, flag in zip(frozen, before, strict=True):
+            parameter.grad = None
+            parameter.requires_grad_(flag)

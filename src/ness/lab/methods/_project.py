@@ -1,6 +1,6 @@
 """Gradient projection, in one place: what is taken out of a layer's gradient, and the step all such methods share."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,7 +12,7 @@ from ness.errors import NessError
 from ness.lab.loader import Batch
 from ness.lab.methods._pairs import Pairs
 from ness.lab.methods._rows import Layers, backbone_layers
-from ness.lab.methods.base import Context, Lesson, Method, current_heads
+from ness.lab.methods.base import Context, Lesson, Method, backbone, current_heads
 from ness.lab.nets.norms import hold_statistics
 from ness.layers import Layer
 
@@ -113,6 +113,11 @@ class Projecting(Method):
             return super().parameters(lesson)
         return [*layer_parameters(self.layers), *current_heads(self.model, lesson)]
 
+    def perturbed_beside(self, trained: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """What of the backbone stands still: BatchNorm's γ and β have a gradient, so SAM's ascent moves them too."""
+        moving = {id(parameter) for parameter in trained}
+        return [parameter for parameter in backbone(self.model) if id(parameter) not in moving]
+
     def train_mode(self, lesson: Lesson) -> None:
         """Training mode; stored BatchNorm statistics stand still with their affine parameters."""
         self.model.train()
@@ -161,6 +166,12 @@ ADAM = (
     "it rescales every entry of the projected gradient by itself, so steps leave the allowed directions (GPM on "
     "digits: 13 % of their length, 0.00003 % with sgd) and the promise to old tasks is void; use sgd, sgdm or sam"
 )
+
+
+def sam_revision(settings: Any) -> int:
+    """2 where SAM works on frozen norms: until then its ascent left their γ and β out from the second task on."""
+    frozen = getattr(settings, "norms", "frozen") == "frozen"
+    return 2 if settings.optimizer == "sam" and settings.sam_tasks == "all" and frozen else 1
 
 
 def check_no_decay(settings: Any) -> None:

@@ -96,17 +96,22 @@ class Method:
     def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
         """Fills `.grad` of what trains and returns the loss; replace it for steps of several passes.
 
-        With `sam` the gradient is SAM's: at w + ρ·g/‖g‖, with w restored exactly.
+        With `sam` the gradient is SAM's: at w + ρ·g/‖g‖, with w restored exactly, whatever happens in between.
         """
-        loss = self.loss(batch)
-        loss.backward()  # type: ignore[no-untyped-call]
+        beside = self.perturbed_beside(trained) if sam else ()
+        with optimizers.taking_part(beside):
+            loss = self.loss(batch)
+            loss.backward()  # type: ignore[no-untyped-call]
+            kept = optimizers.ascend([*trained, *beside], self.context.training.rho) if sam else []
         if sam:
-            kept = optimizers.ascend(trained, self.context.training.rho)
-            clear(trained)
-            with without_update(self.model):
+            with optimizers.restoring(kept), without_update(self.model):
+                clear(trained)
                 self.loss(batch).backward()  # type: ignore[no-untyped-call]
-            optimizers.restore(kept)
         return loss
+
+    def perturbed_beside(self, trained: Sequence[nn.Parameter]) -> Sequence[nn.Parameter]:
+        """Frozen parameters that SAM's ascent moves as well; they are put back, and no optimizer steps them."""
+        return ()
 
     def loss(self, batch: Batch) -> Tensor:
         """The loss of a batch; add a penalty here."""

@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from ness.lab import optimizers
 from ness.lab.loader import Batch
 from ness.lab.losses import cross_entropy
-from ness.lab.methods._project import ADAM
+from ness.lab.methods._project import ADAM, sam_revision
 from ness.lab.methods.base import Method, MethodSpec, clear
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check, kept_at_most
 from ness.lab.nets.fused import on_card
@@ -85,15 +85,16 @@ class Dfgp(Gpm):
         random = self.context.random.step
         partner = torch.rand(len(batch.labels), generator=random, device=batch.labels.device).argsort()
         share = beta_shares(len(batch.labels), self.own.mix_beta, random).requires_grad_()
-        loss = self._both(batch, partner, share)
-        loss.backward()  # type: ignore[no-untyped-call]
-        assert share.grad is not None
-        worst = ascended(share.detach(), share.grad, self.own.mix_rho)
-        kept = optimizers.ascend(trained, self.context.training.rho) if sam else []
-        clear(trained)
-        with without_update(self.model):
+        beside = self.perturbed_beside(trained) if sam else ()
+        with optimizers.taking_part(beside):
+            loss = self._both(batch, partner, share)
+            loss.backward()  # type: ignore[no-untyped-call]
+            kept = optimizers.ascend([*trained, *beside], self.context.training.rho) if sam else []
+        with optimizers.restoring(kept), without_update(self.model):
+            assert share.grad is not None
+            worst = ascended(share.detach(), share.grad, self.own.mix_rho)
+            clear(trained)
             self._both(batch, partner, worst).backward()  # type: ignore[no-untyped-call]
-        optimizers.restore(kept)
         return loss
 
     def _both(self, batch: Batch, partner: Tensor, share: Tensor) -> Tensor:
@@ -158,4 +159,5 @@ METHOD = MethodSpec(
     refuses={"adamw": ADAM, "mixup": "it mixes images in its own way; set mix_weight and mix_beta"},
     only_with=dict.fromkeys(("mix_weight", "mix_beta", "mix_rho", "mix_labels"), ("mixing", ("adversarial",))),
     check=check_dfgp,
+    revision=sam_revision,
 )

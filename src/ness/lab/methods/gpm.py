@@ -13,7 +13,16 @@ from torch import Tensor
 from ness.errors import NessError
 from ness.lab.methods._basis import joined, new_directions
 from ness.lab.methods._crop import corner_rows
-from ness.lab.methods._project import ADAM, Projecting, check_no_decay, empty_bases, named, removal, under
+from ness.lab.methods._project import (
+    ADAM,
+    Projecting,
+    check_no_decay,
+    empty_bases,
+    named,
+    removal,
+    sam_revision,
+    under,
+)
 from ness.lab.methods._rows import check_count, check_images, draw, input_rows
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.pauses import pause
@@ -176,4 +185,5 @@ METHOD = MethodSpec(
     presets=PRESETS,
     refuses={"adamw": ADAM},
     check=check,
+    revision=sam_revision,
 )

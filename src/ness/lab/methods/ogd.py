@@ -15,7 +15,7 @@ from ness.errors import NessError
 from ness.lab.loader import Batch
 from ness.lab.methods._factors import Factors
 from ness.lab.methods._logits import Gradients, logit_gradients, project
-from ness.lab.methods._project import ADAM, Projecting, check_no_decay, named, under
+from ness.lab.methods._project import ADAM, Projecting, check_no_decay, named, sam_revision, under
 from ness.lab.methods._rows import check_count, draw
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.settings import setting
@@ -165,4 +165,5 @@ METHOD = MethodSpec(
     presets=PRESETS,
     refuses={"adamw": ADAM},
     check=check,
+    revision=sam_revision,
 )

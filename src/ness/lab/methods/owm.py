@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ness.errors import NessError
 from ness.gram import with_ones
 from ness.lab.loader import Batch
-from ness.lab.methods._project import ADAM, Projecting, Removal, check_no_decay, named, under
+from ness.lab.methods._project import ADAM, Projecting, Removal, check_no_decay, named, sam_revision, under
 from ness.lab.methods._rows import input_grams
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.pauses import pause
@@ -219,4 +219,5 @@ METHOD = MethodSpec(
         "fc_decay": ("updates", ("every-batch",)),
     },
     check=check,
+    revision=sam_revision,
 )

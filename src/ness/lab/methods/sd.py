@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ness.errors import NessError
 from ness.lab.methods._basis import left_singular, new_directions, span
-from ness.lab.methods._project import ADAM, named, removal, under
+from ness.lab.methods._project import ADAM, named, removal, sam_revision, under
 from ness.lab.methods.base import Context, MethodSpec, Sizes
 from ness.lab.methods.gpm import PRESETS as GPM_PRESETS
 from ness.lab.methods.gpm import Gpm, GpmSettings, check
@@ -112,4 +112,5 @@ METHOD = MethodSpec(
     presets={"fixed": GPM_PRESETS["fixed"], "reference": {}, "paper": {}},
     refuses={"adamw": ADAM},
     check=check_sd,
+    revision=sam_revision,
 )

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ness.errors import NessError
 from ness.lab.methods._basis import joined, new_directions
-from ness.lab.methods._project import ADAM, named, removal, under
+from ness.lab.methods._project import ADAM, named, removal, sam_revision, under
 from ness.lab.methods.base import Context, MethodSpec, Sizes
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check
 from ness.lab.settings import setting
@@ -120,4 +120,5 @@ METHOD = MethodSpec(
     presets=PRESETS,
     refuses={"adamw": ADAM},
     check=check_sgp,
+    revision=sam_revision,
 )

@@ -15,7 +15,7 @@ from torch import Tensor
 from ness.errors import NessError
 from ness.lab.losses import cross_entropy
 from ness.lab.methods._basis import directions, joined, residual
-from ness.lab.methods._project import ADAM, layer_parameters, named, under
+from ness.lab.methods._project import ADAM, layer_parameters, named, sam_revision, under
 from ness.lab.methods._rows import check_count, draw
 from ness.lab.methods._scales import Scaling, identity_scale
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
@@ -220,4 +220,5 @@ METHOD = MethodSpec(
     presets=PRESETS,
     refuses={"adamw": ADAM},
     check=check_trgp,
+    revision=sam_revision,
 )
