@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import safetensors.torch
 import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -325,3 +329,17 @@ def layers(draw: st.DrawFn) -> tuple[nn.Module, tuple[int, ...]]:
         padding_mode=padding_mode,
     )
     return module, (module.in_channels, *[6] * dims)
+
+
+def save_as_before(folder: Path, tensors: dict[str, Tensor], manifest: dict[str, Any], schema: int) -> None:
+    """A guard's folder as it was written before manifests had a checksum (schema 1 and 2)."""
+    for file in folder.glob("*"):
+        file.unlink()
+    content = safetensors.torch.save({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {})
+    digest = hashlib.sha256(content).hexdigest()
+    name = f"tensors-{digest[:16]}.safetensors"
+    head = {"format": "ness-guard", "schema": schema, "ness": "0.1.0", "torch": str(torch.__version__)}
+    head |= {"tensors": {"file": name, "bytes": len(content), "sha256": digest}}
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / name).write_bytes(content)
+    (folder / "manifest.json").write_text(json.dumps(head | manifest, indent=1, sort_keys=True))

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import ness
-from helpers import OPTIMIZERS, ZOO, low_rank, named, train
+from helpers import OPTIMIZERS, ZOO, low_rank, named, save_as_before, train
+from ness import manifest as manifests
 from ness.storage import MANIFEST, load_folder, save_folder, write_bytes
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
@@ -153,8 +154,10 @@ def _flip(folder: Path) -> None:
 
 def _edit(**change: object) -> Callable[[Path], None]:
     def edit(folder: Path) -> None:
-        path = folder / MANIFEST
-        path.write_text(json.dumps(json.loads(path.read_text()) | change))
+        path = folder / MANIFEST  # signed anew: what it says is judged, not that it was edited
+        edited = json.loads(path.read_text()) | change
+        del edited["sha256"]
+        path.write_bytes(manifests.encode(edited, path))
 
     return edit
 
@@ -189,10 +192,9 @@ def test_a_damaged_folder_is_refused_and_nothing_changes(case: str, tmp_path: Pa
 
 def test_a_folder_from_before_private_parts_still_loads(tmp_path: Path) -> None:
     model, guard = saved(tmp_path)
-    path = tmp_path / MANIFEST
-    manifest = json.loads(path.read_text()) | {"schema": 1}
+    tensors, manifest = guard.state()
     del manifest["private_basis"], manifest["tasks"]["private"]
-    path.write_text(json.dumps(manifest))
+    save_as_before(tmp_path, tensors, manifest, schema=1)
     again = ness.NullSpace.load(tmp_path, model)
     assert again.private_basis == "shared"
     assert again.certificate().to_dicts() == guard.certificate().to_dicts()

@@ -1,49 +1,48 @@
-"""Files: safetensors and a JSON manifest, written under a temporary name and renamed. No pickle."""
+"""A guard's folder: safetensors and a signed JSON manifest, at every moment one whole state. No pickle."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import os
-import tempfile
+import re
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
+from safetensors.torch import load as from_bytes
 from safetensors.torch import save as to_bytes
 from torch import Tensor
 
+from ness import manifest as manifests
 from ness._version import __version__
 from ness.errors import NessError
+from ness.files import locked, make_folder, read_bytes, reason, remove_abandoned, write_bytes
+from ness.manifest import FORMAT, SCHEMA
 
-FORMAT = "ness-guard"
-SCHEMA = 2  # 1: without private parts
+__all__ = ["FORMAT", "MANIFEST", "SCHEMA", "fingerprint", "load_folder", "save_folder", "write_bytes"]
+
 MANIFEST = "manifest.json"
+READS = 1000  # how often a reader begins again because a writer came in between
+# What this version and older ones leave where they are killed; another's tensors are not ours to remove.
+_OLD_TENSORS = re.compile(r"tensors-[0-9a-f]{16}(-[0-9a-f]{8})?\.safetensors")
+_OLD_TEMPORARY = re.compile(r"\.(manifest\.json|tensors-[0-9a-f]{16}\.safetensors)\.[a-z0-9_]{8}")
 
 
-def write_bytes(path: Path, content: bytes) -> None:
-    """Write a file whole or not at all: temporary name, flush to disk, rename."""
+def serialised(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], what: str) -> bytes:
+    """Tensors as the bytes of a safetensors file; `what` is what errors call it."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
-            Path(temporary).replace(path)
-        except BaseException:
-            Path(temporary).unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise NessError(f"{path}: could not be written ({error.strerror}); nothing that was there is lost") from error
+        return to_bytes({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, dict(metadata))
+    except (SafetensorError, UnicodeError, TypeError, ValueError) as error:
+        raise NessError(f"{what}: cannot be written as safetensors ({reason(error)})") from error
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> str:
     """Write tensors as safetensors; returns the SHA-256 of the file."""
-    content = to_bytes({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, dict(metadata or {}))
+    content = serialised(tensors, metadata or {}, str(path))
     write_bytes(path, content)
     return hashlib.sha256(content).hexdigest()
 
@@ -69,60 +68,142 @@ def write_state_dict(path: Path, state: Mapping[str, Tensor]) -> None:
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Tensors and metadata of a safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}, file.metadata() or {}  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise NessError(f"{path}: missing, cut off or foreign: not a readable safetensors file ({error})") from error
+        content = read_bytes(path)
+    except FileNotFoundError as error:
+        raise NessError(f"{path}: missing; expected a safetensors file") from error
+    return _tensors_of(content, path), metadata_of(content)
+
+
+def _tensors_of(content: bytes, path: Path) -> dict[str, Tensor]:
+    try:
+        return from_bytes(content)
+    except (SafetensorError, KeyError, ValueError, RuntimeError) as error:
+        raise NessError(
+            f"{path}: missing, cut off or foreign: not a readable safetensors file ({reason(error)})"
+        ) from error
+
+
+def metadata_of(content: bytes) -> dict[str, str]:
+    """The text beside the tensors of a safetensors file that could be read."""
+    found = json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).get("__metadata__", {})
+    return dict(found)
 
 
 def save_folder(folder: Path, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
     """Write a guard's folder so that at every moment it holds the old state or the new one, whole.
 
-    The tensors go to a file named by their content; the manifest that names it is replaced last.
+    The tensors go to a file whose name nobody else has; the manifest that names it is replaced last. Writers take
+    turns where the file system has locks, and where it has none no writer removes what another one needs.
+
+    Args:
+        folder: where to; made if it is missing.
+        tensors: by name.
+        manifest: plain JSON.
+
+    Raises:
+        NessError: nothing was written, and what was there is there still.
     """
     folder = Path(folder)
-    if folder.exists() and not folder.is_dir():
-        raise NessError(f"{folder}: is a file; expected a folder, or a name that is free")
-    content = to_bytes({key: value.detach().cpu().contiguous() for key, value in tensors.items()})
+    content = serialised(tensors, {}, str(folder))
     digest = hashlib.sha256(content).hexdigest()
-    name = f"tensors-{digest[:16]}.safetensors"
+    name = manifests.tensors_name(digest, secrets.token_hex(4))
     head = {"format": FORMAT, "schema": SCHEMA, "ness": __version__, "torch": str(torch.__version__)}
     head |= {"tensors": {"file": name, "bytes": len(content), "sha256": digest}}
-    write_bytes(folder / name, content)
-    write_bytes(folder / MANIFEST, json.dumps(head | dict(manifest), indent=1, sort_keys=True).encode())
-    for old in folder.glob("tensors-*.safetensors"):
-        if old.name != name:
-            old.unlink(missing_ok=True)
+    signed = manifests.encode(dict(manifest) | head, folder / MANIFEST)
+    try:
+        if folder.exists() and not folder.is_dir():
+            raise NessError(f"{folder}: is a file; expected a folder, or a name that is free")
+        make_folder(folder)
+        with locked(folder) as alone:
+            before = _named(folder)
+            _replace(folder, name, content, signed)
+            _clean(folder, name, before, alone)
+    except (OSError, ValueError) as error:
+        raise NessError(f"{folder}: could not be written ({reason(error)}); nothing that was there is lost") from error
+
+
+def _replace(folder: Path, name: str, content: bytes, signed: bytes) -> None:
+    try:
+        write_bytes(folder / name, content)
+        write_bytes(folder / MANIFEST, signed)
+    except BaseException:
+        if _named(folder) != name:  # else it was interrupted after all was done
+            _remove(folder / name)
+        raise
+
+
+def _named(folder: Path) -> str | None:
+    """The tensors file that the folder's manifest names, if it is readable."""
+    try:
+        name = manifests.decode(read_bytes(folder / MANIFEST, manifests.LARGEST), folder / MANIFEST)["tensors"]["file"]
+    except (OSError, NessError):
+        return None
+    return str(name)
+
+
+def _clean(folder: Path, name: str, before: str | None, alone: bool) -> None:
+    """Remove the state before, and where no other writer can be at work what killed ones left."""
+    remove_abandoned(folder)
+    try:
+        found = os.listdir(folder) if alone else []  # noqa: PTH208
+    except OSError:
+        found = []  # the next save tries again
+    ours = {old for old in found if _OLD_TENSORS.fullmatch(old) or _OLD_TEMPORARY.fullmatch(old)}
+    for old in (ours | ({before} if before else set())) - {name}:
+        _remove(folder / old)
+
+
+def _remove(path: Path) -> None:
+    try:
+        path.unlink()
+    except OSError:
+        return  # not there, or in the way of nobody: the next save tries again
 
 
 def load_folder(folder: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Read a guard's folder, refusing what is missing, foreign, from the future, cut off or altered."""
+    """Read a guard's folder, refusing what is missing, foreign, from the future, cut off or altered.
+
+    No lock is needed, so a folder that may only be read is as good. A writer may replace the state between the two
+    files; then the new one is read.
+
+    Returns:
+        The tensors by name, and the manifest.
+    """
     folder = Path(folder)
     path = folder / MANIFEST
+    text = _manifest_bytes(folder)
+    for _ in range(READS):
+        manifest = manifests.decode(text, path)
+        try:
+            return _described_tensors(folder, manifest["tensors"]), manifest
+        except NessError:
+            now = _manifest_bytes(folder)
+            if now == text:
+                raise
+            text = now
+    raise NessError(f"{folder}: written again and again while it was read; load it once its writers are done")
+
+
+def _manifest_bytes(folder: Path) -> bytes:
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        return read_bytes(folder / MANIFEST, manifests.LARGEST)
     except FileNotFoundError:
         raise NessError(f"{folder}: holds no {MANIFEST}; expected a folder written by NullSpace.save") from None
-    except (OSError, ValueError) as error:
-        raise NessError(f"{path}: cut off or damaged ({error}); save the guard again") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        raise NessError(f"{path}: foreign: not written by NullSpace.save")
-    if not isinstance(manifest.get("schema"), int) or manifest["schema"] > SCHEMA:
+
+
+def _described_tensors(folder: Path, described: Mapping[str, Any]) -> dict[str, Tensor]:
+    file, size = folder / described["file"], described["bytes"]
+    try:
+        content = read_bytes(file)
+    except FileNotFoundError:
+        content = b""
+    if len(content) != size:
         raise NessError(
-            f"{path}: from a future schema {manifest.get('schema')!r}; this version reads up to {SCHEMA}. "
-            f"Upgrade ness-cl (the folder was written by {manifest.get('ness')!r})"
+            f"{file}: missing or truncated: found {len(content)} bytes, expected {size}; save the guard again"
         )
-    described = manifest.get("tensors")
-    if not isinstance(described, dict) or not {"file", "bytes", "sha256"} <= described.keys():
-        raise NessError(f"{path}: damaged: it does not name its tensors; save the guard again")
-    file = folder / Path(str(described["file"])).name
-    size = file.stat().st_size if file.exists() else 0
-    if size != described["bytes"]:
-        raise NessError(f"{file}: truncated: found {size} bytes, expected {described['bytes']}; save the guard again")
-    if hashlib.sha256(file.read_bytes()).hexdigest() != described["sha256"]:
+    if hashlib.sha256(content).hexdigest() != described["sha256"]:
         raise NessError(f"{file}: altered since it was written (its checksum differs); save the guard again")
-    tensors, _ = read_tensors(file)
-    return tensors, manifest
+    return _tensors_of(content, file)
 
 
 def fingerprint(tensor: Tensor) -> str:

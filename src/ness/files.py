@@ -1,0 +1,271 @@
+"""Files that survive a crash: written whole or not at all, and read only where they are ordinary files.
+
+Everything that is persisted goes through here. A file is written under a temporary name in its own folder, flushed to
+the disk, renamed, and the folder is flushed too, so that also after a power cut there is the old file or the new one.
+A temporary file stays locked (`flock`) while its writer lives: whoever writes into the folder next removes those of
+writers that were killed, and no others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import re
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from ness.errors import NessError
+
+if sys.platform != "win32":
+    import fcntl
+
+TEMPORARY = re.compile(r"\.ness-[0-9a-f]{16}\.tmp")
+LOCK_SECONDS = 300.0  # how long to wait for another writer of the same folder
+PIECE = 1 << 28  # bytes a call of `write`: systems limit it
+# What file systems answer that cannot lock, or cannot flush a folder.
+UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENOLCK}
+
+
+def reason(error: BaseException) -> str:
+    """An error's own words, in one line."""
+    text = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+    return " ".join(str(text).split())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Write a file whole or not at all, and remove what killed writers left in its folder.
+
+    Args:
+        path: where to; missing folders are made. Whatever has that name is replaced.
+        content: all of it.
+
+    Raises:
+        NessError: it could not be written; what was there is there still.
+    """
+    try:
+        make_folder(path.parent)
+        remove_abandoned(path.parent)
+        _write(path, content)
+    except (OSError, ValueError) as error:  # ValueError: a zero in the name
+        raise NessError(f"{path}: could not be written ({reason(error)}); nothing that was there is lost") from error
+
+
+def _write(path: Path, content: bytes) -> None:
+    temporary, handle = _create(path.parent)
+    try:
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(handle, view[:PIECE]) :]
+            os.fsync(handle)
+            if sys.platform == "win32":
+                os.close(handle)
+            _rename(temporary, path)
+        finally:
+            if sys.platform != "win32":  # only now: as long as it is open, nobody takes it for abandoned
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+    except BaseException:
+        _unlink(temporary)
+        raise
+
+
+def _create(folder: Path) -> tuple[Path, int]:
+    """A new temporary file, open and locked."""
+    while True:
+        path = folder / f".ness-{secrets.token_hex(8)}.tmp"
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | getattr(os, "O_BINARY", 0), 0o666)
+        try:
+            with contextlib.suppress(BlockingIOError):  # else taken for abandoned before it was locked
+                _lock(handle)
+                if sys.platform == "win32" or os.fstat(handle).st_nlink:
+                    return path, handle
+        except BaseException:
+            os.close(handle)
+            _unlink(path)
+            raise
+        os.close(handle)
+        _unlink(path)
+
+
+def _rename(temporary: Path, path: Path) -> None:
+    """Give a finished file its name for good; where the folder cannot be flushed, put back what was there."""
+    backup, existed = path.parent / f".ness-{secrets.token_hex(8)}.tmp", True
+    try:
+        os.link(path, backup, follow_symlinks=False)
+    except FileNotFoundError:
+        existed = False
+    except (OSError, NotImplementedError, AttributeError):
+        backup = path  # no second name: not every file system has them
+    try:
+        os.replace(temporary, path)  # noqa: PTH105
+        try:
+            sync_folder(path.parent)
+        except OSError as error:
+            _put_back(backup if existed else None, path, error)
+            raise
+    finally:
+        if backup != path:
+            _unlink(backup)
+
+
+def _put_back(backup: Path | None, path: Path, error: OSError) -> None:
+    try:
+        if backup is None:
+            path.unlink()
+        elif backup == path:
+            raise error
+        else:
+            os.replace(backup, path)  # noqa: PTH105
+    except OSError:
+        raise NessError(
+            f"{path}: was replaced, and its folder could not be flushed to the disk ({reason(error)}): "
+            "what is there is whole, but write it again before you rely on it"
+        ) from error
+
+
+def sync_folder(folder: Path) -> None:
+    """Flush a folder's names to the disk, where the system can."""
+    if sys.platform == "win32":
+        return
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+    finally:
+        os.close(handle)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, each flushed to the disk."""
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        if folder.parent == folder:
+            break
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(exist_ok=True)
+        sync_folder(path.parent)
+
+
+def _lock(handle: int) -> bool:
+    """Lock an open file, if nobody else has; False where its file system cannot."""
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno not in UNSUPPORTED:
+            raise
+        return False
+    return True
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[bool]:
+    """Be the only writer of a folder inside the `with`; yields False where its file system has no locks.
+
+    The folder itself is locked, so that no lock file lies about. Readers need no lock.
+
+    Raises:
+        NessError: another writer had it for five minutes.
+    """
+    if sys.platform == "win32":
+        yield False
+        return
+    handle, has = _wait_for(folder)
+    try:
+        yield has
+    finally:
+        with contextlib.suppress(OSError):
+            if has:
+                fcntl.flock(handle, fcntl.LOCK_UN)  # else a process forked meanwhile would hold it on
+            os.close(handle)
+
+
+def _wait_for(folder: Path) -> tuple[int, bool]:
+    deadline = time.monotonic() + LOCK_SECONDS
+    while True:
+        make_folder(folder)
+        handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            has = _lock(handle)
+            if os.path.samestat(os.fstat(handle), os.stat(folder)):  # noqa: PTH116
+                return handle, has
+        except (BlockingIOError, FileNotFoundError):
+            pass
+        except BaseException:
+            os.close(handle)
+            raise
+        os.close(handle)
+        if time.monotonic() > deadline:
+            raise NessError(
+                f"{folder}: another process has been writing into it for {LOCK_SECONDS:.0f} s; "
+                "wait for it, end it, or write into another folder"
+            )
+        time.sleep(0.001 + secrets.randbelow(10) / 1000)
+
+
+def remove_abandoned(folder: Path) -> None:
+    """Remove the temporary files of killed writers: ours, and locked by nobody."""
+    if sys.platform == "win32":
+        return
+    with contextlib.suppress(OSError):
+        for name in os.listdir(folder):  # noqa: PTH208
+            if TEMPORARY.fullmatch(name):
+                _remove_if_unlocked(folder / name)
+
+
+def _remove_if_unlocked(path: Path) -> None:
+    with contextlib.suppress(OSError):  # another one removes it, or its writer lives
+        if not stat.S_ISREG(path.lstat().st_mode):
+            return
+        handle = os.open(path, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK)
+        try:
+            if _lock(handle):
+                path.unlink()
+        finally:
+            os.close(handle)
+
+
+def _unlink(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def read_bytes(path: Path, limit: int | None = None) -> bytes:
+    """All of an ordinary file.
+
+    Args:
+        path: a file, or a link to one.
+        limit: refuse a file of more bytes.
+
+    Raises:
+        FileNotFoundError: nothing has this name.
+        NessError: it is no ordinary file (a folder, a pipe, a device: reading one may never end), or unreadable.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
+            raise NessError(f"{path}: is no ordinary file; expected one that was written here, not a folder or a pipe")
+        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
+        with os.fdopen(handle, "rb") as file:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise NessError(f"{path}: is no ordinary file; expected one that was written here")
+            if limit is not None and found.st_size > limit:
+                raise NessError(f"{path}: found {found.st_size} bytes, expected at most {limit}: not written here")
+            return file.read()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, MemoryError) as error:
+        raise NessError(f"{path}: could not be read ({reason(error)})") from error
