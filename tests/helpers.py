@@ -335,6 +335,7 @@ def save_as_before(folder: Path, tensors: dict[str, Tensor], manifest: dict[str,
     """A guard's folder as it was written before manifests had a checksum (schema 1 and 2)."""
     for file in folder.glob("*"):
         file.unlink()
+    manifest = {key: value for key, value in manifest.items() if key != "rest"}
     content = safetensors.torch.save({key: value.detach().cpu().contiguous() for key, value in tensors.items()}, {})
     digest = hashlib.sha256(content).hexdigest()
     name = f"tensors-{digest[:16]}.safetensors"

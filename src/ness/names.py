@@ -44,3 +44,13 @@ def as_patterns(patterns: str | Sequence[str] | None, argument: str) -> tuple[st
         if not isinstance(pattern, str) or not pattern:
             raise NessError(f"{argument}: found {pattern!r}, expected module names, prefixes or patterns as text")
     return listed
+
+
+def listed(names: Sequence[str], most: int = 4) -> str:
+    """Names for a message, the first few and how many more.
+
+    >>> listed(["a", "b", "c", "d", "e", "f"])
+    'a, b, c, d and 2 more'
+    """
+    more = len(names) - most
+    return ", ".join(names) if more <= 0 else f"{', '.join(names[:most])} and {more} more"

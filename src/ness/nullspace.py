@@ -11,22 +11,22 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ness import distributed, storage, transitions
+from ness import comparing, distributed, storage, transitions
 from ness.certificate import Certificate
 from ness.checks import check_guard_options
-from ness.compare import Comparison, compare_outputs
+from ness.compare import Comparison
 from ness.constraining import check_constrain, constraining
 from ness.discovery import discover, shape_of
 from ness.errors import NessError
 from ness.gram import Gram
-from ness.install import install, uninstall
 from ness.names import as_patterns
-from ness.norms import read_norms, uses_batch_statistics, write_norms
+from ness.norms import uses_batch_statistics
 from ness.observe import Forward, batches_of, call_model, nothing_seen, passes_of
 from ness.observing import observed, reduce
 from ness.optimizers import refuse_other_optimizers
 from ness.precision import ordinary_tensors
 from ness.protected import Protected
+from ness.remainder import Remainder
 from ness.rules import Nuclear, Rule
 from ness.tasks import Tasks
 from ness.transitions import updates_of
@@ -91,6 +91,7 @@ class NullSpace:
         self._found = discover(model, self.include, self.exclude)
         self._shape = shape_of(model)
         self._protected: dict[str, Protected] = {}
+        self._remainder = Remainder()  # everything else, as it was when last observed
         self._tasks = Tasks()
         self._phase: Literal["open", "constrained", "merged"] = "open"
         self._form: Form = "any"
@@ -254,34 +255,19 @@ class NullSpace:
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
         """Measure how far the model's outputs on these batches are from what they were when it was last observed.
 
-        This is the end-to-end change, upstream drift included, of the protected layers, and of norms that a task under
-        way trains for itself; excluded modules count as they are now. So ask before you observe the next task's data:
-        afterwards the weights as they are then are what is compared with.
-        """
-        if not self._protected:
-            raise NessError("compare: nothing was observed yet; call observe(old_inputs) first")
-        return compare_outputs(self.model, batches, forward, self._as_observed)
+        This is the end-to-end change of the whole model: protected layers and all that comes on top, excluded modules,
+        embeddings, norms, bare parameters and buffers. What a task keeps for itself is that of the task in use. Modules
+        that were added since count as they are now; a warning and `not_counted` name them. Ask before you observe the
+        next task's data: afterwards the model as it is then is what is compared with.
 
-    @contextmanager
-    def _as_observed(self) -> Iterator[None]:
-        """The model with the weights it had when last observed, the private part of the task in use among them."""
-        updates = updates_of(self) if self.constrained else []
-        uninstall(updates)
-        now = {name: protected.layer.stored() for name, protected in self._protected.items()}
-        parts = self._tasks.private_in_use()
-        norms = read_norms(self._found.norms) if self.constrained and self.norm == "per_task" else None
-        try:
-            if norms is not None:
-                write_norms(self._found.norms, self._tasks.norms_in_use())
-            for name, protected in self._protected.items():
-                protected.write(protected.with_private(protected.anchor, parts.get(name)))
-            yield
-        finally:
-            for name, protected in self._protected.items():
-                protected.write(now[name])
-            if norms is not None:
-                write_norms(self._found.norms, norms)
-            install(updates)
+        Args:
+            batches: as for `observe`.
+            forward: as for `observe`.
+
+        Returns:
+            The change over all samples; the model is left exactly as it was.
+        """
+        return comparing.compare(self, batches, forward)
 
     # -- end --------------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ness import distributed
+from ness.comparing import remember
 from ness.errors import NessError
 from ness.install import is_constrained
 from ness.moments import Moments
@@ -49,6 +50,7 @@ def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
         with ordinary_tensors():
             for protected in guard._protected.values():
                 protected.absorb()
+            remember(guard)
 
 
 def device_of_books(guard: NullSpace, name: str) -> torch.device:
@@ -84,3 +86,5 @@ def reduce(guard: NullSpace) -> None:
     protect(guard, (name for name in guard._found.layers if distributed.total(int(name in guard._protected))))
     for protected in guard._protected.values():
         protected.reduce()
+    if guard._remainder.task is None:  # this rank has not observed itself
+        remember(guard)

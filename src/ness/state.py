@@ -17,6 +17,7 @@ from ness.norms import NormValues, read_norms, write_norms
 from ness.private import PrivateColumns, PrivatePart
 from ness.protected import Protected
 from ness.relative import Relative
+from ness.remainder import Remainder
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.storage import fingerprint
 from ness.transitions import enter
@@ -53,6 +54,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "form": guard._form,
         "idle": dict(guard._idle),
         "layers": layers,
+        "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
             "names": list(tasks.names),
             "in_use": tasks.in_use,
@@ -179,6 +181,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
             }
             for name, widths in tasks.get("private", {}).items()
         }
+        remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
@@ -191,7 +194,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         if values and set(values) != expected:
             raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
     guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
-    guard._form, guard._idle = form, idle
+    guard._form, guard._idle, guard._remainder = form, idle, remainder
     guard._tasks.private = private
     guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
     guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
