@@ -168,7 +168,7 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys) -> None:
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("ness.lab.train.Trainer.unit", interrupt)
+    monkeypatch.setattr("ness.lab.train.Trainer.epoch", interrupt)
     assert main([*RUN, "finetune"]) == 1
     assert "goes on from the last checkpoint" in capsys.readouterr().err
 

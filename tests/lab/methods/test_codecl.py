@@ -141,7 +141,7 @@ def test_a_new_conceptor_is_cut_before_it_is_compared() -> None:
     assert 0.05 < found["cut"] < found["whole"] - 0.05  # or nothing is told apart
     for share, scaled in ((found["cut"] - 1e-3, True), (found["cut"] + 1e-3, False)):
         one, lesson = before_the_second_task(overlap=float(share), **changes)
-        list(one.method.before_task(lesson))
+        one.method.before_task(lesson)
         assert ("conv" in one.method.scales[1]) == scaled
 
 
@@ -150,7 +150,7 @@ def test_after_a_task_rows_are_taken_under_its_scales(network) -> None:
     """fc sees what conv puts out with the task's own weights; its own inputs are taken as they come, unscaled."""
     one, lesson = before_the_second_task(overlap=0.0, shared=5, network=network, epochs=1)
     method, model = one.method, one.context.model
-    list(method.before_task(lesson))
+    method.before_task(lesson)
     assert {"conv", "fc"} >= set(method.scales[1]) >= {"conv"}
     with torch.no_grad():
         for scales in method.scales[1].values():

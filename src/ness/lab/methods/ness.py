@@ -171,12 +171,14 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of what the guard keeps: Gram and cross moment in float64, the anchor in float32, four numbers a layer.
+    """Bytes of what the guard keeps: Gram and cross moment in float64, the model as it was in float32, four numbers a layer.
 
     Rule within keeps Gram and cross moment three times: of all rows, relative ones, and the newest task's.
     """
     sets = 3 if own.rule == "within" else 1
-    return sum(sets * (8 * width * (width + outputs) + 32) + 4 * outputs * width for outputs, width in sizes.layers)
+    return 4 * sizes.parameters + sum(
+        sets * (8 * width * (width + outputs) + 32) for outputs, width in sizes.layers
+    )
 
 
 # epochs, patience and the like are the benchmarks'.
