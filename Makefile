@@ -41,7 +41,7 @@ test-transformers: $(VENV)/.ready  ## the checks against the real transformers p
 
 test-triton: $(VENV)/.ready     ## the card's kernels in Triton's interpreter, without a card
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton
-	TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/lab/nets/test_fused.py
+	TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/lab/gpu/test_fuse.py
 
 test-browser: $(VENV)/.ready    ## the report in a real browser (Debian's chromium; skipped where there is none)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt playwright

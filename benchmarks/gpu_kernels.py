@@ -12,7 +12,7 @@ from gpu_step import STEPS, some_epochs, synchronize, to_second_task, trainer
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from ness.lab.environment import repeatable
+from ness.lab.runs.environment import repeatable
 
 
 def kernels(method: str, network: str, device: torch.device) -> dict[str, tuple[float, float]]:

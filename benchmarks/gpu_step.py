@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ness.lab import registry
-from ness.lab.capture import runner_for
-from ness.lab.environment import repeatable
-from ness.lab.jobs import resolve
-from ness.lab.lanes import allow_many_streams, side_by_side
-from ness.lab.pauses import pause
-from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
-from ness.lab.train import Trainer
+from ness.lab.benchmarks.base import Benchmark, Request, Split, Stream, Task
+from ness.lab.gpu.capture import runner_for
+from ness.lab.gpu.coroutines import pause
+from ness.lab.gpu.scheduler import allow_many_streams, side_by_side
+from ness.lab.runs.environment import repeatable
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loop import Trainer
 
 STEPS, EPOCHS = 40, 2  # an epoch's, and epochs that are timed
 EPS = 0.01  # the presets' are 0.0005 to 0.001, at which photographs leave the first layer a few directions

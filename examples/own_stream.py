@@ -9,7 +9,7 @@ they are and normalised when they reach the network.
 import torch
 from torch import Tensor, nn
 
-from ness.lab.streams import Request, Task, benchmark_from_stream, stream_from_tasks, task_from_tensors
+from ness.lab.benchmarks import Request, Task, benchmark_from_stream, stream_from_tasks, task_from_tensors
 
 
 def bars(count: int, period: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

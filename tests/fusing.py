@@ -7,9 +7,9 @@ import pytest
 import torch
 from torch import Generator, Tensor, nn
 
-from ness.lab.nets import fused
-from ness.lab.nets.base import Norms, norm1d, norm2d
-from ness.lab.nets.dropout import Dropout
+from ness.lab.gpu import fuse
+from ness.lab.networks.base import Norms, norm1d, norm2d
+from ness.lab.networks.dropout import Dropout
 
 Found = dict[str, Tensor | None]
 
@@ -84,7 +84,7 @@ class Made:
         before = {name: value.clone() for name, value in self.norm.named_buffers()}
         for parameter in self.norm.parameters():
             parameter.grad = None
-        y = fused.after(x, self.norm, *modules, add=add if case.add else None, training=True)
+        y = fuse.after(x, self.norm, *modules, add=add if case.add else None, training=True)
         y.backward(self.dy)
         found = {"y": y.detach(), "dx": x.grad, "dadd": add.grad}
         found |= {f"d{name}": parameter.grad for name, parameter in self.norm.named_parameters()}
@@ -97,13 +97,13 @@ class Made:
 def both(case: Case, device: torch.device, patch: pytest.MonkeyPatch) -> tuple[Found, Found]:
     """What the kernels give and what the modules give."""
     made = case.on(device)
-    patch.setattr(fused, "on_card", lambda x: True)
+    patch.setattr(fuse, "on_card", lambda x: True)
     asked = []
-    patch.setattr(fused, "_together", lambda *args, real=fused._together: asked.append(1) or real(*args))
+    patch.setattr(fuse, "_together", lambda *args, real=fuse._together: asked.append(1) or real(*args))
     by_kernels = made.run()
     assert asked, "the modules ran"
     patch.undo()
-    patch.setattr(fused, "on_card", lambda x: False)
+    patch.setattr(fuse, "on_card", lambda x: False)
     by_modules = made.run()
     patch.undo()
     return by_kernels, by_modules
@@ -111,7 +111,7 @@ def both(case: Case, device: torch.device, patch: pytest.MonkeyPatch) -> tuple[F
 
 def together_and_apart(case: Case, device: torch.device) -> tuple[Found, Found]:
     """What the kernels give of a batch in parts, and of its parts one by one, whose gradients of γ and β are summed."""
-    from ness.lab.card import launches
+    from ness.lab.gpu import launches
 
     made = case.on(device)
     _, dropout, _ = case.modules(Generator(device).manual_seed(2))

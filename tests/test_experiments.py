@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from ness.lab.commands.arguments import parse
-from ness.lab.commands.run import RunArguments
-from ness.lab.experiment import Experiment, experiment, read
-from ness.lab.jobs import Job, resolve
+from ness.cli.arguments import parse
+from ness.cli.run import RunArguments
+from ness.lab.runs.experiment import Experiment, experiment, read
+from ness.lab.runs.jobs import Job, resolve
 from ness.report.collect import collect
 from ness.report.documents import command
+from ness.report.experiment_rows import planned
 from ness.report.paper import numbers
-from ness.report.planned import planned
 
 FOLDER = Path(__file__).parents[1] / "experiments"
 RECIPE = {

@@ -17,9 +17,10 @@ import torch
 
 import ness
 from folders import files_of, guard_of, refused, small
-from ness import files, storage
-from ness import manifest as manifests
-from ness.storage import MANIFEST, load_folder, save_folder
+from ness import _files
+from ness.storage import manifest as manifests
+from ness.storage import folder
+from ness.storage.folder import MANIFEST, load_folder, save_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 
@@ -209,11 +210,11 @@ def test_killed_at_any_call_of_a_save(name: str, tmp_path: Path) -> None:
 
 
 def test_what_a_living_writer_has_open_is_not_taken_for_abandoned(tmp_path: Path) -> None:
-    temporary, handle = files._create(tmp_path)
-    files.write_bytes(tmp_path / "other", b"1")
+    temporary, handle = _files._create(tmp_path)
+    _files.write_bytes(tmp_path / "other", b"1")
     assert temporary.exists()
     os.close(handle)  # as when its writer is killed
-    files.write_bytes(tmp_path / "other", b"2")
+    _files.write_bytes(tmp_path / "other", b"2")
     assert [path.name for path in files_of(tmp_path)] == ["other"]
 
 
@@ -228,9 +229,9 @@ def test_temporary_files_of_earlier_versions_are_removed(tmp_path: Path) -> None
 
 def test_without_locks_writers_lose_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two saves interleaved at the worst place, on a file system that cannot lock."""
-    monkeypatch.setattr(files, "_lock", lambda handle: False)
+    monkeypatch.setattr(_files, "_lock", lambda handle: False)
     save_folder(tmp_path, *state(0, 0))
-    write, inside = storage.write_bytes, False
+    write, inside = folder.write_bytes, False
 
     def interleaved(path: Path, content: bytes) -> None:
         nonlocal inside
@@ -240,7 +241,7 @@ def test_without_locks_writers_lose_nothing(tmp_path: Path, monkeypatch: pytest.
             assert check_whole(tmp_path) == (1, 1)
         write(path, content)
 
-    monkeypatch.setattr(storage, "write_bytes", interleaved)
+    monkeypatch.setattr(folder, "write_bytes", interleaved)
     save_folder(tmp_path, *state(2, 2))
     assert check_whole(tmp_path) == (2, 2)
     monkeypatch.undo()
@@ -250,8 +251,8 @@ def test_without_locks_writers_lose_nothing(tmp_path: Path, monkeypatch: pytest.
 
 def test_a_writer_does_not_wait_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save_folder(tmp_path, *state(0, 0))
-    monkeypatch.setattr(files, "LOCK_SECONDS", 0.05)
-    with files.locked(tmp_path) as alone:
+    monkeypatch.setattr(_files, "LOCK_SECONDS", 0.05)
+    with _files.locked(tmp_path) as alone:
         assert alone
         with pytest.raises(ness.NessError, match="another process has been writing into it"):
             save_folder(tmp_path, *state(1, 1))

@@ -13,8 +13,8 @@ import pytest
 import ness
 from folders import files_of, guard_of, refused, small
 from helpers import save_as_before
-from ness import manifest as manifests
-from ness.storage import MANIFEST
+from ness.storage import manifest as manifests
+from ness.storage.folder import MANIFEST
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 

@@ -194,7 +194,9 @@ def test_groups_have_grams_of_their_own_and_averaging_them_breaks_the_promise() 
     assert float(witness.changes("conv").abs().max()) < 1e-12
     averaged = gram.matrix.mean(0)
     assert int((torch.linalg.eigvalsh(averaged) < 1e-9).sum()) == 0  # the average frees nothing here,
-    swapped = ness.spectrum.decompose(gram.matrix.flip(0))  # and one group's free space moves the other's rows
+    swapped = ness.statistics.spectrum.decompose(
+        gram.matrix.flip(0)
+    )  # and one group's free space moves the other's rows
     free = swapped.directions[0, :, :2]
     assert float((x[:, :4].transpose(1, 2).reshape(-1, 4) @ free).abs().max()) > 0.1
 
@@ -344,7 +346,7 @@ def test_frozen_parts_stay_bit_identical() -> None:
 @pytest.mark.parametrize("way", ["matmul", "convolution"])
 def test_reduced_precision_of_the_callers_products_does_not_reach_the_update(way: str) -> None:
     """TF32 is a switch of the process; inside the update's own products it is off, and on again afterwards."""
-    from ness.update import full_precision
+    from ness.updates.update import full_precision
 
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:

@@ -8,12 +8,12 @@ import torch
 from torch import Generator, Tensor, nn
 
 from ness.lab import registry
-from ness.lab.jobs import Job, resolve
-from ness.lab.nets.alexnet import ConvBlock, WideBlock
-from ness.lab.nets.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
-from ness.lab.nets.dropout import Dropout
-from ness.lab.streams.base import Benchmark, Request, Split, Stream, Task
-from ness.lab.train import Trainer
+from ness.lab.benchmarks.base import Benchmark, Request, Split, Stream, Task
+from ness.lab.networks.alexnet import ConvBlock, WideBlock
+from ness.lab.networks.base import Network, NetworkSpec, Norms, Wire, heads, norm2d
+from ness.lab.networks.dropout import Dropout
+from ness.lab.runs.jobs import Job, resolve
+from ness.lab.training.loop import Trainer
 
 
 class TinyNet(Network):

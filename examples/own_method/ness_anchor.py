@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.loader import Batch
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, backbone
-from ness.lab.nets.norms import hold_statistics
-from ness.lab.settings import setting
+from ness.lab.networks.norms import hold_statistics
+from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch
 
 
 @dataclass(frozen=True)

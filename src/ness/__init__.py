@@ -6,11 +6,11 @@ and a `certificate` that says how much it can have lost. See `ness.NullSpace`.
 
 from ness._version import __version__
 from ness.certificate import Certificate, CertificateRow
-from ness.compare import Comparison
+from ness.comparison import Comparison
 from ness.errors import NessError, NessWarning
-from ness.gram import Gram
-from ness.nullspace import NullSpace
+from ness.guard import NullSpace
 from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft, Within
+from ness.statistics.gram import Gram
 
 __all__ = [
     # the guard, and what it gives back

@@ -2,7 +2,7 @@
 
 import sys
 
-from ness.cli import main
+from ness.cli.main import main
 
 if __name__ == "__main__":
     sys.exit(main())

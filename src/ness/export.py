@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.norms import live_tensors
+from ness.layers.norms import live_tensors
 
 if TYPE_CHECKING:
-    from ness.nullspace import NullSpace
+    from ness.guard import NullSpace
 
 
 def state_dict_of(guard: NullSpace, task: str) -> dict[str, Tensor]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ness.errors import NessError
-from ness.norms import NormValues
-from ness.private import PrivatePart
+from ness.layers.norms import NormValues
+from ness.updates.private import PrivatePart
 
 PrivateParts = dict[str, PrivatePart]  # layer -> what a task adds to it
 

@@ -11,14 +11,15 @@ from torch import nn
 import ness
 import tiny
 from helpers import ZOO
-from ness.gram import gram_of_rows
-from ness.lab import checkpoint, registry
-from ness.lab.capture import CapturedRunner, PlainRunner
-from ness.lab.environment import repeatable
-from ness.lab.evaluate import evaluate
-from ness.lab.lanes import side_by_side
-from ness.lab.nets import norms
-from ness.lab.train import Trainer
+from ness.lab import registry
+from ness.lab.gpu.capture import CapturedRunner, PlainRunner
+from ness.lab.gpu.scheduler import side_by_side
+from ness.lab.networks import norms
+from ness.lab.runs import checkpoint
+from ness.lab.runs.environment import repeatable
+from ness.lab.training.evaluate import evaluate
+from ness.lab.training.loop import Trainer
+from ness.statistics.gram import gram_of_rows
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,11 +9,11 @@ from torch import Generator, Tensor
 
 from fusing import AFTER_CONV, ALEXNET, RESNET, Case, Found, assert_same, both, together_and_apart
 from ness.lab import registry
-from ness.lab.environment import repeatable
-from ness.lab.nets import fused
-from ness.lab.nets.base import Network, Norms, build
-from ness.lab.nets.dropout import Dropout
-from ness.lab.nets.norms import passed_apart
+from ness.lab.gpu import fuse
+from ness.lab.networks.base import Network, Norms, build
+from ness.lab.networks.dropout import Dropout
+from ness.lab.networks.norms import passed_apart
+from ness.lab.runs.environment import repeatable
 
 pytestmark = [
     pytest.mark.gpu,
@@ -119,11 +119,11 @@ def test_a_second_derivative_in_parts_is_that_of_the_modules(shape: str, monkeyp
     found = []
     for way in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr(fused, "on_card", lambda x, way=way: way)
+            patch.setattr(fuse, "on_card", lambda x, way=way: way)
             x = made.x.clone().requires_grad_()
             wanted = [x, *made.norm.parameters()]
             add = made.add if made.case.add else None
-            y = fused.after(x, made.norm, relu, None, pool, add=add, training=True)
+            y = fuse.after(x, made.norm, relu, None, pool, add=add, training=True)
             first = torch.autograd.grad(y, wanted, made.dy, create_graph=True)
             squares = sum(each.square().sum() for each in first)
             second = torch.autograd.grad(squares, wanted, materialize_grads=True)  # β's is 0, with or without a graph
@@ -143,7 +143,7 @@ def captured(case: Case) -> Found:
         parameters = [x, *made.norm.parameters(), *([] if add is None else [add])]
 
         def work() -> list[Tensor]:
-            y = fused.after(x, made.norm, relu, dropout, pool, add=add, training=True)
+            y = fuse.after(x, made.norm, relu, dropout, pool, add=add, training=True)
             return [y.detach(), *torch.autograd.grad(y, parameters, made.dy)]
 
         work()
@@ -203,7 +203,7 @@ def test_a_whole_network_is_the_same_to_rounding(name: str, norms: Norms, monkey
     for way in ("modules", "kernels", "kernels"):
         with monkeypatch.context() as patch:
             if way == "modules":
-                patch.setattr(fused, "on_card", lambda x: False)
+                patch.setattr(fuse, "on_card", lambda x: False)
             net = network(name, norms).train()
             side = 84 if name.endswith("84") else 32
             images = torch.randn(64, 3, side, side, generator=Generator().manual_seed(3)).to(CARD)
@@ -223,8 +223,8 @@ def test_a_whole_network_is_the_same_to_rounding(name: str, norms: Norms, monkey
 def test_a_network_in_parts_is_two_passes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """All blocks by the kernels. Without TF32, whose rounding would make more of a difference."""
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    side, calls, real = 84 if name.endswith("84") else 32, [], fused._together
-    monkeypatch.setattr(fused, "_together", lambda *args: calls.append(1) or real(*args))
+    side, calls, real = 84 if name.endswith("84") else 32, [], fuse._together
+    monkeypatch.setattr(fuse, "_together", lambda *args: calls.append(1) or real(*args))
     images = torch.randn(128, 3, side, side, generator=Generator().manual_seed(3)).to(CARD)
     images = images.contiguous(memory_format=torch.channels_last)
     found, counted = [], []
@@ -248,11 +248,11 @@ def test_a_network_in_parts_is_two_passes(name: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("name", ["alexnet", "resnet18-32", "resnet18-84"])
 def test_every_block_of_a_training_network_is_fused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In float32 and in bfloat16: convolutions put out what the kernels can read."""
-    net, real, calls = network(name, "batch").train(), fused._together, []
-    monkeypatch.setattr(fused, "_together", lambda *args: calls.append(args[0].dtype) or real(*args))
+    net, real, calls = network(name, "batch").train(), fuse._together, []
+    monkeypatch.setattr(fuse, "_together", lambda *args: calls.append(args[0].dtype) or real(*args))
     side = 84 if name.endswith("84") else 32
     images = torch.randn(64, 3, side, side, device=CARD).contiguous(memory_format=torch.channels_last)
-    norms = sum(isinstance(module, fused.BatchNorm1d | fused.BatchNorm2d) for module in net.modules())
+    norms = sum(isinstance(module, fuse.BatchNorm1d | fuse.BatchNorm2d) for module in net.modules())
     for narrow in (False, True):
         calls.clear()
         with torch.autocast("cuda", torch.bfloat16, enabled=narrow):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import tiny
-from ness.lab.capture import CapturedRunner, PlainRunner
+from ness.lab.gpu.capture import CapturedRunner, PlainRunner
 
 pytestmark = [
     pytest.mark.gpu,

@@ -6,8 +6,8 @@ from statistics import mean
 
 import pytest
 
-from ness.lab.jobs import resolve
-from ness.lab.run import Options, run
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.run import Options, run
 
 SEEDS = (1, 2, 3, 4, 5)
 

@@ -14,10 +14,10 @@ ROOT = Path(__file__).parents[2]
 METHODS = """
 import sys
 from pathlib import Path
-from ness.cli import main
-from ness.lab import checkpoint
-from ness.lab.jobs import resolve
-from ness.lab.run import Options, run
+from ness.cli.main import main
+from ness.lab.runs import checkpoint
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.run import Options, run
 
 def cut(event):
     if event.kind == "learnt" and event.facts["task"] == 1:

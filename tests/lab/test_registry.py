@@ -18,7 +18,7 @@ def test_every_file_is_found() -> None:
 
 
 def test_every_benchmark_names_a_network_and_every_preset_resolves() -> None:
-    from ness.lab.jobs import resolve
+    from ness.lab.runs.jobs import resolve
 
     for benchmark in registry.all_benchmarks().values():
         assert benchmark.network in registry.all_networks()

@@ -4,7 +4,7 @@ import json
 import random
 from pathlib import Path
 
-from ness.lab.jobs import Job
+from ness.lab.runs.jobs import Job
 from ness.report.records import Record, from_result
 
 

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
-from ness.lab.experiment import read
+from ness.lab.runs.experiment import read
 from ness.report.document_pictures import Picture, picture, renew, shown
 from report.making import keeping_run
 

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ness import NessError
-from ness.lab.experiment import read
-from ness.lab.metrics import scores
+from ness.lab.runs.experiment import read
+from ness.lab.runs.metrics import scores
 from ness.report.collect import collect
 from ness.report.document_pictures import FOLDER, shown
 from ness.report.documents import Renewed, main, records_in, renewed

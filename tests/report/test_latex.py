@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ness.report import sheets
+from ness.report import detail_tables
 from ness.report.groups import settings
 from ness.report.latex import escape, table_one
 from ness.report.records import from_result
@@ -39,7 +39,11 @@ def test_compiles(tmp_path: Path) -> None:
     found = settings(RECORDS)
     tables = [table_one(rows(RECORDS))]
     for setting in found:
-        every = (sheets.matrix(setting, ODD, "s"), sheets.certificate(setting, ODD, "s"), sheets.times([setting], "s"))
+        every = (
+            detail_tables.matrix(setting, ODD, "s"),
+            detail_tables.certificate(setting, ODD, "s"),
+            detail_tables.times([setting], "s"),
+        )
         tables += [sheet.latex() for sheet in every if sheet is not None]
     head = "\\documentclass{article}\\usepackage{booktabs}\\usepackage[table]{xcolor}\\begin{document}\n"
     (tmp_path / "all.tex").write_text(head + "\n\n".join(tables) + "\\end{document}\n")

@@ -1,5 +1,5 @@
 from ness.lab import registry
-from ness.lab.jobs import resolve
+from ness.lab.runs.jobs import resolve
 from ness.report.paper import number_for, numbers
 from ness.report.table import rows
 from report.making import record

@@ -9,13 +9,13 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from ness.errors import NessError
+from ness.lab import benchmarks as stream_files
 from ness.lab import methods as method_files
-from ness.lab import nets as network_files
-from ness.lab import streams as stream_files
+from ness.lab import networks as network_files
+from ness.lab.benchmarks.base import Benchmark
 from ness.lab.methods.base import MethodSpec
-from ness.lab.nets.base import NetworkSpec
-from ness.lab.settings import nearest
-from ness.lab.streams.base import Benchmark
+from ness.lab.networks.base import NetworkSpec
+from ness.lab.runs.settings import nearest
 
 T = TypeVar("T")
 Spec = TypeVar("Spec", MethodSpec, Benchmark, NetworkSpec)
@@ -29,19 +29,19 @@ def all_methods() -> Mapping[str, MethodSpec]:
 
 @cache
 def all_benchmarks() -> Mapping[str, Benchmark]:
-    """Every BENCHMARK of a file in `ness.lab.streams`, and every entry point of the group `ness.benchmarks`."""
+    """Every BENCHMARK of a file in `ness.lab.benchmarks`, and every entry point of the group `ness.benchmarks`."""
     return collect(Benchmark, [*scan(stream_files, "BENCHMARK"), *outside("ness.benchmarks")])
 
 
 @cache
 def all_networks() -> Mapping[str, NetworkSpec]:
-    """Every one in the NETWORKS of a file in `ness.lab.nets`, and every entry point of the group `ness.networks`."""
+    """Networks: NETWORKS in the files of `ness.lab.networks`, and entry points of the group `ness.networks`."""
     inside = [(where, spec) for where, specs in scan(network_files, "NETWORKS") for spec in specs]
     return collect(NetworkSpec, [*inside, *outside("ness.networks")])
 
 
 def loggers() -> Mapping[str, Callable[[], Any]]:
-    """Every entry point of the group `ness.loggers`, by its name: what makes a logger (see `ness.lab.logs`)."""
+    """Every entry point of the group `ness.loggers`, by its name: what makes a logger (see `ness.lab.runs.log`)."""
     found: dict[str, Callable[[], Any]] = {}
     for where, make in outside("ness.loggers", named=True):
         if not callable(make):

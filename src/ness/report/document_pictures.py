@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
 from ness.errors import NessError
-from ness.lab.experiment import Experiment
-from ness.lab.settings import nearest
-from ness.report.kept import Keeping, Point, keeping
-from ness.report.maps import Map, Maps, maps
+from ness.lab.runs.experiment import Experiment
+from ness.lab.runs.settings import nearest
+from ness.report.accuracy_maps import Map, Maps, maps
+from ness.report.number_format import number
 from ness.report.records import Record
-from ness.report.shown import number
+from ness.report.storage_cost import Keeping, Point, keeping
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure  # loaded where something is drawn

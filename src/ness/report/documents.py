@@ -13,16 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ness.errors import NessError
-from ness.lab.experiment import Experiment, read
-from ness.lab.jobs import Job
-from ness.lab.settings import nearest
+from ness.lab.runs.experiment import Experiment, read
+from ness.lab.runs.jobs import Job
+from ness.lab.runs.settings import nearest
 from ness.report.collect import collect
 from ness.report.document_pictures import Picture, picture, renew
+from ness.report.experiment_rows import Planned, planned
 from ness.report.formats import NOT_RUN, pipes
-from ness.report.kept import most_kept
-from ness.report.planned import Planned, planned
+from ness.report.number_format import number, printed
 from ness.report.records import Record
-from ness.report.shown import number, printed
+from ness.report.storage_cost import most_kept
 
 BEGIN = re.compile(r"<!-- (?P<kind>rows|picture): (?P<words>\S+( \S+)*) -->")
 END = re.compile(r"<!-- end (?P<kind>rows|picture) -->")

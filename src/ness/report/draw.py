@@ -6,9 +6,9 @@ from functools import partial
 from matplotlib.figure import Figure
 
 from ness.report import certificates
+from ness.report.detail_tables import task_seconds
 from ness.report.figures import curves, drift, heat, scatter, times
 from ness.report.groups import Setting, file_name, labels, stems
-from ness.report.sheets import task_seconds
 from ness.report.table import row
 
 Drawing = Callable[[], Figure | None]  # drawn when it is written; None where there is nothing to draw

@@ -5,7 +5,7 @@ import io
 from collections.abc import Callable, Mapping, Sequence
 
 from ness.report.latex import table_one
-from ness.report.shown import number, printed
+from ness.report.number_format import number, printed
 from ness.report.table import Measured, Row
 
 HEADER = ("benchmark", "method", "setting", "seeds", "ACC", "BWT", "forgetting", "learning", "forward", "seconds")

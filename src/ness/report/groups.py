@@ -5,7 +5,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from ness.lab.metrics import Matrix, mean_and_deviation
+from ness.lab.runs.metrics import Matrix, mean_and_deviation
 from ness.report.records import Record
 
 CEILINGS = ("joint", "alone")  # they do not learn task after task with one network: what others are held against

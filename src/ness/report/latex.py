@@ -2,8 +2,8 @@
 
 from collections.abc import Sequence
 
-from ness.report.marks import Mark, Marks, marks
-from ness.report.shown import number
+from ness.report.highlight import Mark, Marks, marks
+from ness.report.number_format import number
 from ness.report.table import Measured, Row
 
 NEEDS = "% needs \\usepackage{booktabs} and \\usepackage[table]{xcolor}"

@@ -4,9 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ness.report.groups import CEILINGS
-from ness.report.marks import Mark, Marks, marks
+from ness.report.highlight import Mark, Marks, marks
+from ness.report.number_format import duration, number, printed
 from ness.report.paper import PaperNumber, Printed
-from ness.report.shown import duration, number, printed
 from ness.report.table import Measured, Row
 
 PLAIN = Mark()

@@ -7,17 +7,17 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 import ness
-from ness.lab.metrics import average_accuracy
-from ness.report import certificates, embedded, groups, sheets
+from ness.lab.runs.metrics import average_accuracy
+from ness.report import certificates, detail_tables, embedded, groups
 from ness.report.certificates import Promise
 from ness.report.collect import Found
 from ness.report.groups import Setting
 from ness.report.listing import Listing, listing
+from ness.report.number_format import number, short
 from ness.report.pictures import heat, lines, scatter, times
 from ness.report.pictures.scale import Scale
 from ness.report.records import with_forward_transfer
 from ness.report.shade import DARK, LIGHT, STEPS
-from ness.report.shown import number, short
 from ness.report.summary import Summary, summary
 from ness.report.table import Row, row
 
@@ -124,7 +124,7 @@ def sections(settings: Sequence[Setting], labels: Sequence[str]) -> list[Section
             summary=summary(table, called),
             listing=listing(table, called),
             scatter=scatter.picture(table, called),
-            times=times.picture([sheets.task_seconds(setting) for setting in mine], called),
+            times=times.picture([detail_tables.task_seconds(setting) for setting in mine], called),
             maps=tuple(maps),
             kept=tuple(_kept(label, promises, drawn) for label, promises in pairs if promises),
         )

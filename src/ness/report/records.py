@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ness.errors import NessError
-from ness.lab.metrics import Matrix, Scores, scores
+from ness.lab.runs.metrics import Matrix, Scores, scores
 
 
 @dataclass(frozen=True)

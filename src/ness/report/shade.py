@@ -5,7 +5,7 @@ Five steps each way, so that the page, its script and the figures for papers sho
 
 from bisect import bisect_left
 
-from ness.lab.metrics import Matrix
+from ness.lab.runs.metrics import Matrix
 
 STEPS = (0.5, 2.0, 5.0, 10.0, 20.0)  # points of accuracy above which a step begins
 

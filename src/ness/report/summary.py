@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ness.report.groups import CEILINGS
-from ness.report.shown import number
+from ness.report.number_format import number
 from ness.report.table import Row
 
 

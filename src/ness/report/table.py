@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from ness.lab.metrics import mean_and_deviation
+from ness.lab.runs.metrics import mean_and_deviation
 from ness.report import groups
 from ness.report.groups import Setting
 from ness.report.paper import PaperNumber, number_for

@@ -5,13 +5,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from ness.errors import NessError
-from ness.report import draw, formats, groups, sheets
+from ness.report import detail_tables, draw, formats, groups
 from ness.report.collect import Found
+from ness.report.detail_tables import Sheet
 from ness.report.draw import Drawing
 from ness.report.figures.canvas import save
 from ness.report.groups import Setting
 from ness.report.page import page
-from ness.report.sheets import Sheet
 from ness.report.table import rows
 
 TABLES = {"table.md": "markdown", "table.csv": "csv", "table.tex": "latex"}
@@ -44,10 +44,10 @@ def tables(found: Found, folder: Path) -> Iterator[Path]:
 def _sheets(settings: list[Setting]) -> Iterator[Sheet]:
     for name in dict.fromkeys(setting.first.benchmark for setting in settings):
         mine = [setting for setting in settings if setting.first.benchmark == name]
-        yield sheets.times(mine, groups.file_name(name))
+        yield detail_tables.times(mine, groups.file_name(name))
     for setting, label, stem in zip(settings, groups.labels(settings), groups.stems(settings), strict=True):
-        yield sheets.matrix(setting, label, stem)
-        if (sheet := sheets.certificate(setting, label, stem)) is not None:
+        yield detail_tables.matrix(setting, label, stem)
+        if (sheet := detail_tables.certificate(setting, label, stem)) is not None:
             yield sheet
 
 

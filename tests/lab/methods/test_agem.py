@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 import tiny
 from ness import NessError
-from ness.lab.loader import Samples, together
 from ness.lab.methods.agem import drawn, half_space, inner, portion
+from ness.lab.training.loader import Samples, together
 
 
 def pieces(seed: int, *shapes: tuple[int, ...]) -> list[torch.Tensor]:

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tiny
-from ness.lab import checkpoint
-from ness.lab.loader import Batch, Samples
-from ness.lab.losses import cross_entropy
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, clear
+from ness.lab.runs import checkpoint
+from ness.lab.training.loader import Batch, Samples
+from ness.lab.training.losses import cross_entropy
 
 
 class Projecting(Method):

@@ -9,9 +9,6 @@ from hypothesis import strategies as st
 
 import tiny
 from ness import NessError
-from ness.lab.experiment import read
-from ness.lab.jobs import resolve
-from ness.lab.methods._basis import directions
 from ness.lab.methods._conceptors import (
     Conceptor,
     conceptor,
@@ -22,10 +19,13 @@ from ness.lab.methods._conceptors import (
     with_aperture,
     within,
 )  # fmt: skip
-from ness.lab.methods._project import removal
-from ness.lab.methods._scales import identity_scale, rescaled
+from ness.lab.methods._projection.basis import directions
+from ness.lab.methods._projection.project import removal
+from ness.lab.methods._projection.scales import identity_scale, rescaled
 from ness.lab.methods.base import Lesson
-from ness.lab.train import Trainer
+from ness.lab.runs.experiment import read
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loop import Trainer
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -12,11 +12,12 @@ from torch.nn import functional as F
 
 import tiny
 from ness import NessError
-from ness.lab import optimizers, registry
-from ness.lab.jobs import resolve
-from ness.lab.loader import Batch
+from ness.lab import registry
 from ness.lab.methods import dfgp
 from ness.lab.methods.dfgp import Dfgp, Mixed, ascended, beta_shares, mixed, mixed_loss
+from ness.lab.runs.jobs import resolve
+from ness.lab.training import optimizers
+from ness.lab.training.loader import Batch
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -7,10 +7,10 @@ from torch.nn import functional as F
 import tiny
 from ness import NessError
 from ness.lab import registry
-from ness.lab.loader import Batch
 from ness.lab.methods import ewc
 from ness.lab.methods.ewc import batch_fisher, merged, per_sample_fisher, quadratic, strength, vector
-from ness.lab.nets.base import build
+from ness.lab.networks.base import build
+from ness.lab.training.loader import Batch
 
 
 def after_task(task: int, **changes):

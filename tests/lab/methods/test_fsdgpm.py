@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 import tiny
 from ness import NessError
-from ness.lab.jobs import resolve
-from ness.lab.loader import Batch
-from ness.lab.losses import cross_entropy_of_many
-from ness.lab.methods._project import removal
+from ness.lab.methods._projection.project import removal
 from ness.lab.methods._reservoir import Reservoir, slots
 from ness.lab.methods.fsdgpm import clipped, rewrapped, uphill
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loader import Batch
+from ness.lab.training.losses import cross_entropy_of_many
 
 
 def generator(seed: int = 0) -> torch.Generator:

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 import tiny
 from ness import NessError
 from ness.lab import registry
-from ness.lab.jobs import resolve
-from ness.lab.methods import _basis as basis
 from ness.lab.methods._crop import corner_rows
-from ness.lab.methods._project import Removal, project_gradients, removal
-from ness.lab.methods._rows import backbone_layers, draw, input_rows
+from ness.lab.methods._projection import basis
+from ness.lab.methods._projection.project import Removal, project_gradients, removal
+from ness.lab.methods._projection.rows import backbone_layers, draw, input_rows
 from ness.lab.methods.gpm import ALEXNET_IMAGES, RESNET_IMAGES
-from ness.lab.nets.base import build
-from ness.lab.train import Trainer
+from ness.lab.networks.base import build
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loop import Trainer
 
 NOTHING = torch.zeros(4, 0, dtype=torch.float64)
 

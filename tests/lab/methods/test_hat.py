@@ -7,12 +7,12 @@ from torch import Generator
 import tiny
 from ness import NessError
 from ness.lab import registry
-from ness.lab.jobs import resolve
-from ness.lab.loader import Batch, Clock
 from ness.lab.methods import hat
 from ness.lab.methods.base import Context, Lesson
-from ness.lab.nets.base import build
-from ness.lab.seeds import Randomness
+from ness.lab.networks.base import build
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loader import Batch, Clock
+from ness.lab.training.seeds import Randomness
 
 CPU = torch.device("cpu")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from ness.lab.loader import Batch
 from ness.lab.methods._logits import logit_gradients
-from ness.lab.methods._rows import Layers, backbone_layers
-from ness.lab.nets.base import Network, heads
+from ness.lab.methods._projection.rows import Layers, backbone_layers
+from ness.lab.networks.base import Network, heads
+from ness.lab.training.loader import Batch
 
 
 class Two(Network):

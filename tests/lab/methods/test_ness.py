@@ -6,11 +6,11 @@ import torch
 import ness
 import tiny
 from ness import NessError, NessWarning
-from ness.lab.jobs import resolve
 from ness.lab.methods.base import sizes_of
 from ness.lab.methods.ness import observed
-from ness.lab.nets import norms
-from ness.lab.seeds import derive
+from ness.lab.networks import norms
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.seeds import derive
 
 
 def until_task(one, task: int):
@@ -40,7 +40,7 @@ def test_only_allowed_directions_the_head_and_nothing_else_move() -> None:
 
 def test_forgets_less_than_finetune_on_real_digits() -> None:
     from ness.lab import registry
-    from ness.lab.train import Trainer
+    from ness.lab.training.loop import Trainer
 
     found = {}
     for method in ("finetune", "ness"):

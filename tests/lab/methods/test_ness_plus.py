@@ -7,14 +7,15 @@ import torch
 
 import tiny
 from ness import NessError
-from ness.lab import checkpoint, registry
-from ness.lab.jobs import resolve
+from ness.lab import registry
 from ness.lab.methods.base import sizes_of
 from ness.lab.methods.ness_plus import directions_within
-from ness.lab.metrics import scores
-from ness.lab.nets.base import build
-from ness.lab.nets.norms import batch_norms
-from ness.lab.train import Trainer
+from ness.lab.networks.base import build
+from ness.lab.networks.norms import batch_norms
+from ness.lab.runs import checkpoint
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.metrics import scores
+from ness.lab.training.loop import Trainer
 
 
 def on_digits(seed: int = 1, method: str = "ness-plus", **changes) -> Trainer:

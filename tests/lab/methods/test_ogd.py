@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 import tiny
 from ness import NessError
-from ness.lab import checkpoint
 from ness.lab.methods._pairs import Pairs
-from ness.lab.methods._project import gradient_of, put_gradient
+from ness.lab.methods._projection.project import gradient_of, put_gradient
 from ness.lab.methods.base import clear, sizes_of
 from ness.lab.methods.ogd import TINY, Ogd, extended
-from ness.lab.nets.base import NetworkSpec, Norms, norm1d
-from ness.lab.train import Trainer
+from ness.lab.networks.base import NetworkSpec, Norms, norm1d
+from ness.lab.runs import checkpoint
+from ness.lab.training.loop import Trainer
 
 NONE = torch.zeros(0, 0, dtype=torch.float64)
 

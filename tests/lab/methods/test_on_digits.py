@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 
 import tiny
-from ness.lab import checkpoint, registry
-from ness.lab.jobs import resolve
-from ness.lab.metrics import scores
-from ness.lab.train import Trainer
+from ness.lab import registry
+from ness.lab.runs import checkpoint
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.metrics import scores
+from ness.lab.training.loop import Trainer
 
 METHODS = ("agem", "ewc", "hat")
 

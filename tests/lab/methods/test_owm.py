@@ -7,10 +7,10 @@ from hypothesis import strategies as st
 
 import tiny
 from ness import NessError
-from ness.lab.jobs import resolve
-from ness.lab.methods._rows import input_grams
+from ness.lab.methods._projection.rows import input_grams
 from ness.lab.methods.owm import decays, mean_rows, shrunk, shrunk_by_gram
-from ness.lab.nets import norms
+from ness.lab.networks import norms
+from ness.lab.runs.jobs import resolve
 
 EYE = torch.eye(2, dtype=torch.float64)
 

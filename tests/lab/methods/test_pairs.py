@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import tiny
 from ness.lab.methods._pairs import Pairs
-from ness.lab.methods._project import Projecting, gradient_of, project_gradients, removal
+from ness.lab.methods._projection.project import Projecting, gradient_of, project_gradients, removal
 from ness.lab.methods.base import clear
 from ness.lab.methods.gpm import Gpm
 from ness.layers import LinearLayer

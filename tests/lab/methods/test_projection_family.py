@@ -12,12 +12,12 @@ from torch import Generator
 
 import tiny
 from ness.lab import registry
-from ness.lab.jobs import resolve
-from ness.lab.methods import _basis
+from ness.lab.benchmarks.base import Benchmark, Split, Stream, Task
+from ness.lab.methods._projection import basis
 from ness.lab.methods.base import sizes_of
-from ness.lab.metrics import scores
-from ness.lab.streams.base import Benchmark, Split, Stream, Task
-from ness.lab.train import Trainer
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.metrics import scores
+from ness.lab.training.loop import Trainer
 
 FAMILY = ("codecl", "dfgp", "fsdgpm", "gpm", "ogd", "owm", "sd", "sgp", "trgp")
 ALIKE = {"optimizer": "sgd", "lr": 0.05}  # so that what differs is the method
@@ -175,21 +175,21 @@ def test_acceptance_on_digits(method: str) -> None:
 def test_equal_singular_values_do_not_stop_a_basis(monkeypatch) -> None:
     """LAPACK's divide and conquer gives up on some such matrices; the result is the same without it."""
     rows = torch.linalg.qr(torch.randn(12, 12, dtype=torch.float64))[0][:5]
-    expected = _basis.directions(rows)
+    expected = basis.directions(rows)
 
     def gives_up(*_: object, **__: object) -> None:
         raise RuntimeError("failed to converge")
 
     monkeypatch.setattr(torch.linalg, "svd", gives_up)
-    left, sigma = _basis.directions(rows)
+    left, sigma = basis.directions(rows)
     assert torch.allclose(sigma, expected[1])
     assert torch.allclose(left @ left.mT, expected[0] @ expected[0].mT)
 
 
 def test_the_span_of_two_bases_is_orthonormal_and_holds_both() -> None:
     one, other = (torch.linalg.qr(torch.randn(9, 9, dtype=torch.float64))[0][:, :4] for _ in range(2))
-    both = _basis.span(torch.cat([one, other, one], 1))
+    both = basis.span(torch.cat([one, other, one], 1))
     assert both.shape == (9, 8)
     assert torch.allclose(both.mT @ both, torch.eye(8, dtype=torch.float64), atol=1e-10)
-    for basis in (one, other):
-        assert torch.allclose(both @ (both.mT @ basis), basis, atol=1e-10)
+    for each in (one, other):
+        assert torch.allclose(both @ (both.mT @ each), each, atol=1e-10)

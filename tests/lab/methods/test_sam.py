@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import tiny
-from ness.lab.jobs import resolve
 from ness.lab.methods.base import clear
-from ness.lab.train import Trainer
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loop import Trainer
 
 PROJECTING = ("codecl", "dfgp", "gpm", "ogd", "owm", "sd", "sgp", "trgp")
 RHO = 0.05

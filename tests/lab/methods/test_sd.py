@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 import tiny
 from ness import NessError
-from ness.lab.methods._basis import span
-from ness.lab.methods._project import removal
+from ness.lab.methods._projection.basis import span
+from ness.lab.methods._projection.project import removal
 from ness.lab.methods.sd import common, plastic
 
 EYE = torch.eye(3, dtype=torch.float64)

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 import tiny
 from ness import NessError
 from ness.lab import registry
-from ness.lab.train import Trainer
+from ness.lab.training.loop import Trainer
 
 
 def validation_loss(one: Trainer) -> float:

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 
 import tiny
 from ness import NessError
-from ness.lab.jobs import resolve
-from ness.lab.methods._project import removal
+from ness.lab.methods._projection.project import removal
 from ness.lab.methods.sgp import accumulated, importance, usage
+from ness.lab.runs.jobs import resolve
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

@@ -8,9 +8,9 @@ from torch import nn
 
 import tiny
 from ness import NessError
-from ness.lab.jobs import resolve
-from ness.lab.methods._scales import Scale, identity_scale, rescaled, rescaled_inputs
+from ness.lab.methods._projection.scales import Scale, identity_scale, rescaled, rescaled_inputs
 from ness.lab.methods.trgp import admitted, covering, energies, gated, trusted
+from ness.lab.runs.jobs import resolve
 
 
 def normal(*shape: int, seed: int = 0) -> torch.Tensor:

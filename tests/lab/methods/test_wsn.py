@@ -12,17 +12,18 @@ from torch.nn import functional as F
 
 import tiny
 from ness import NessError
-from ness.lab import checkpoint, registry
-from ness.lab.jobs import resolve
-from ness.lab.loader import Batch
+from ness.lab import registry
 from ness.lab.methods import wsn
 from ness.lab.methods._masks import packed, smallest, unpacked, winners
 from ness.lab.methods.base import Context, Lesson, sizes_of
-from ness.lab.nets.base import build
-from ness.lab.nets.lent import using
-from ness.lab.optimizers import make
-from ness.lab.seeds import Randomness
-from ness.lab.train import Trainer
+from ness.lab.networks.base import build
+from ness.lab.runs import checkpoint
+from ness.lab.runs.jobs import resolve
+from ness.lab.training.loader import Batch
+from ness.lab.training.loop import Trainer
+from ness.lab.training.optimizers import make
+from ness.lab.training.seeds import Randomness
+from ness.lab.training.task_statistics import using
 
 CPU = torch.device("cpu")
 SGD = {"lr": 0.05, "score_gain": 100.0}

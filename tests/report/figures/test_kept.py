@@ -6,7 +6,7 @@ from hypothesis import strategies as some
 from matplotlib.text import Text
 
 from ness.report.figures.kept import figure
-from ness.report.kept import Keeping, Point
+from ness.report.storage_cost import Keeping, Point
 
 SHARES = {0: 0.28, 4: 0.56, 8: 0.84, 16: 1.4, 32: 2.5, 64: 4.71, 68: 4.98}
 ODD = "100 $ of_$ \\frac"  # nothing is taken for mathematics

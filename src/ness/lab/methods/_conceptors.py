@@ -6,8 +6,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ness.lab.methods._basis import directions, span
-from ness.spectrum import symmetric_eigen
+from ness.lab.methods._projection.basis import directions, span
+from ness.statistics.spectrum import symmetric_eigen
 
 FLOOR = 1e-8  # what a zero counts as, so that inverses exist; as in the reference
 

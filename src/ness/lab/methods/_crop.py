@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ness.errors import NessError
-from ness.lab.methods._rows import Layers
-from ness.lab.nets.base import Network
+from ness.lab.methods._projection.rows import Layers
+from ness.lab.networks.base import Network
 from ness.layers import ConvLayer
 
 MAPS = {"conv1": 32, "layer1": 32, "layer2": 16, "layer3": 8, "layer4": 4}  # positions a side, by the name's beginning

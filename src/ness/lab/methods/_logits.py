@@ -10,14 +10,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from ness.gram import widened
-from ness.lab.loader import Batch
-from ness.lab.methods._factors import Factors, factors, products
 from ness.lab.methods._pairs import Pairs, linear_layers
-from ness.lab.methods._project import gradient_of, layer_parameters, put_gradient
-from ness.lab.methods._rows import Layers
-from ness.lab.nets.base import Network
+from ness.lab.methods._projection.factors import Factors, factors, products
+from ness.lab.methods._projection.project import gradient_of, layer_parameters, put_gradient
+from ness.lab.methods._projection.rows import Layers
+from ness.lab.networks.base import Network
+from ness.lab.training.loader import Batch
 from ness.layers import Layer
+from ness.statistics.gram import widened
 
 
 @dataclass(frozen=True)

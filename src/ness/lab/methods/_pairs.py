@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ness.lab.methods._rows import Layers
+from ness.lab.methods._projection.rows import Layers
 from ness.layers import LinearLayer
 
 

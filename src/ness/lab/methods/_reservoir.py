@@ -5,7 +5,7 @@ from dataclasses import replace
 import torch
 from torch import Generator, Tensor
 
-from ness.lab.loader import Batch
+from ness.lab.training.loader import Batch
 
 KEPT = ("images", "labels", "tasks", "seen")
 

@@ -4,7 +4,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from ness.lab.settings import setting
+from ness.lab.runs.settings import setting
 
 SelectOn = Literal["objective", "loss"]
 

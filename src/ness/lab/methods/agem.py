@@ -9,10 +9,10 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from ness.errors import NessError
-from ness.lab.loader import Batch, Samples, together
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, backbone, clear
-from ness.lab.nets.norms import passed_apart
-from ness.lab.settings import setting
+from ness.lab.networks.norms import passed_apart
+from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch, Samples, together
 
 
 @dataclass(frozen=True)

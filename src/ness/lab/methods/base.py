@@ -9,18 +9,18 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ness.discovery import discover
 from ness.errors import NessError
-from ness.lab import optimizers
-from ness.lab.loader import Batch, Samples
-from ness.lab.losses import cross_entropy
 from ness.lab.methods._selection import SelectOn
-from ness.lab.nets.base import Network
-from ness.lab.nets.norms import without_update
-from ness.lab.seeds import Randomness
-from ness.lab.settings import Training
-from ness.lab.stopwatch import Stopwatch
+from ness.lab.networks.base import Network
+from ness.lab.networks.norms import without_update
+from ness.lab.runs.settings import Training
+from ness.lab.runs.stopwatch import Stopwatch
+from ness.lab.training import optimizers
+from ness.lab.training.loader import Batch, Samples
+from ness.lab.training.losses import cross_entropy
+from ness.lab.training.seeds import Randomness
 from ness.layers import LinearLayer
+from ness.layers.discovery import discover
 
 State = tuple[dict[str, Tensor], dict[str, Any]]  # tensors, and whatever else as JSON
 
@@ -41,7 +41,7 @@ class Context:
     random: Randomness
     device: torch.device
     watch: Stopwatch = field(default_factory=Stopwatch)  # a method may say where its time goes: `with watch.phase(…)`
-    fast: bool = False  # steps run in bfloat16: see `ness.lab.fast`
+    fast: bool = False  # steps run in bfloat16: see `ness.lab.gpu.amp`
 
 
 @dataclass(frozen=True)
@@ -77,8 +77,8 @@ class Method:
         """Gets ready for a task.
 
         The model is as the last task left it, in eval mode, all trainable but other tasks' heads. What takes long may
-        call `ness.lab.pauses.pause()` now and then, so that runs side by side on one GPU do not wait for it. Nothing is
-        saved in between.
+        call `ness.lab.gpu.coroutines.pause()` now and then, so that runs side by side on one GPU do not wait for it.
+        Nothing is saved in between.
         """
 
     def parameters(self, lesson: Lesson) -> list[nn.Parameter]:

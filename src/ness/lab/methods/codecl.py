@@ -11,13 +11,13 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._conceptors import Conceptor, conjunction, disjunction, of_rows, within
-from ness.lab.methods._project import ADAM, check_no_decay, named, removal, under
-from ness.lab.methods._rows import check_count, draw, input_rows
-from ness.lab.methods._scales import Scale, Scaling, identity_scale
+from ness.lab.methods._projection.project import ADAM, check_no_decay, named, removal, under
+from ness.lab.methods._projection.rows import check_count, draw, input_rows
+from ness.lab.methods._projection.scales import Scale, Scaling, identity_scale
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.pauses import pause
-from ness.lab.settings import check_ranges, setting
+from ness.lab.runs.settings import check_ranges, setting
 from ness.layers import Layer, LinearLayer
 
 

@@ -11,15 +11,15 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ness.lab import optimizers
-from ness.lab.loader import Batch
-from ness.lab.losses import cross_entropy
-from ness.lab.methods._project import ADAM, sam_revision
+from ness.lab.gpu.fuse import on_card
+from ness.lab.methods._projection.project import ADAM, sam_revision
 from ness.lab.methods.base import Method, MethodSpec, clear
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check, kept_at_most
-from ness.lab.nets.fused import on_card
-from ness.lab.nets.norms import in_parts, takes_parts, without_update
-from ness.lab.settings import check_ranges, setting
+from ness.lab.networks.norms import in_parts, takes_parts, without_update
+from ness.lab.runs.settings import check_ranges, setting
+from ness.lab.training import optimizers
+from ness.lab.training.loader import Batch
+from ness.lab.training.losses import cross_entropy
 
 
 @dataclass(frozen=True)

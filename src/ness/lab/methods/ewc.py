@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
 from torch.nn import functional as F
 
-from ness.lab.loader import Batch, Samples, fixed_order
-from ness.lab.losses import cross_entropy
+from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._selection import SELECTION_ONLY_WITH, Selection
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
-from ness.lab.nets.base import Network
-from ness.lab.nets.norms import batch_norms, hold_statistics
-from ness.lab.pauses import pause
-from ness.lab.settings import check_ranges, setting
+from ness.lab.networks.base import Network
+from ness.lab.networks.norms import batch_norms, hold_statistics
+from ness.lab.runs.settings import check_ranges, setting
+from ness.lab.training.loader import Batch, Samples, fixed_order
+from ness.lab.training.losses import cross_entropy
 
 Tensors = dict[str, Tensor]
 Convention = Literal["ours", "hat", "avalanche"]

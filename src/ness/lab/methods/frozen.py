@@ -3,7 +3,7 @@
 from torch import nn
 
 from ness.lab.methods.base import Lesson, Method, MethodSpec, current_heads
-from ness.lab.nets.norms import hold_statistics
+from ness.lab.networks.norms import hold_statistics
 
 
 class Frozen(Method):

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
-from ness.lab.loader import Batch
-from ness.lab.losses import cross_entropy_of_many
-from ness.lab.methods._basis import new_directions
-from ness.lab.methods._project import (
+from ness.lab.methods._projection.basis import new_directions
+from ness.lab.methods._projection.project import (
     ADAM,
     Projecting,
     check_no_decay,
@@ -27,13 +25,15 @@ from ness.lab.methods._project import (
     split,
     under,
 )
+from ness.lab.methods._projection.rows import check_count, input_rows
 from ness.lab.methods._reservoir import Reservoir
-from ness.lab.methods._rows import check_count, input_rows
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.methods.gpm import thresholds
-from ness.lab.nets.base import Network
-from ness.lab.nets.norms import without_update
-from ness.lab.settings import check_ranges, setting
+from ness.lab.networks.base import Network
+from ness.lab.networks.norms import without_update
+from ness.lab.runs.settings import check_ranges, setting
+from ness.lab.training.loader import Batch
+from ness.lab.training.losses import cross_entropy_of_many
 
 CLAMP, CLIP, MOMENTUM, SHARPNESS = 2.0, 2.0, 0.9, 10.0  # of the ascent, of both gradients, of λ
 

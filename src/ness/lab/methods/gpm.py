@@ -11,9 +11,10 @@ from typing import Any, Literal
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.methods._basis import joined, new_directions
+from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._crop import corner_rows
-from ness.lab.methods._project import (
+from ness.lab.methods._projection.basis import joined, new_directions
+from ness.lab.methods._projection.project import (
     ADAM,
     Projecting,
     check_no_decay,
@@ -23,10 +24,9 @@ from ness.lab.methods._project import (
     sam_revision,
     under,
 )
-from ness.lab.methods._rows import check_count, check_images, draw, input_rows
+from ness.lab.methods._projection.rows import check_count, check_images, draw, input_rows
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.pauses import pause
-from ness.lab.settings import setting
+from ness.lab.runs.settings import setting
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from ness.errors import NessError
-from ness.lab.loader import Batch, Clock
 from ness.lab.methods._selection import SELECTION_ONLY_WITH, Selection
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
-from ness.lab.nets.base import Network, Wire
-from ness.lab.settings import setting
+from ness.lab.networks.base import Network, Wire
+from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch, Clock
 
 Tensors = dict[str, Tensor]
 REACH = 6.0  # embeddings stay in ±6
@@ -107,7 +107,7 @@ class Hat(Method):
         if not self.widths:
             raise NessError(
                 f"{type(self.model).__name__} does not say where its hidden units are, so hat cannot gate them; "
-                "give the network `wires` (ness.lab.nets.base.Wire)"
+                "give the network `wires` (ness.lab.networks.base.Wire)"
             )
         self.embeddings: list[nn.Parameter] = []  # by task
         self.claimed = torch.zeros(sum(self.widths.values()), device=context.device)

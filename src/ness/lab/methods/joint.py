@@ -2,9 +2,9 @@
 
 from torch import Tensor
 
-from ness.lab.loader import Batch
-from ness.lab.losses import cross_entropy_of_many
 from ness.lab.methods.base import Method, MethodSpec
+from ness.lab.training.loader import Batch
+from ness.lab.training.losses import cross_entropy_of_many
 
 
 class Joint(Method):

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 
 import ness
 from ness.errors import NessError
-from ness.lab.loader import LARGE_BATCH, Batch, Samples, fixed_order, together
-from ness.lab.methods._rows import backbone_layers
+from ness.lab.gpu.coroutines import pause
+from ness.lab.methods._projection.rows import backbone_layers
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
-from ness.lab.nets.base import Network
-from ness.lab.nets.norms import batches_at_once, in_parts
-from ness.lab.pauses import pause
-from ness.lab.settings import Training, setting
+from ness.lab.networks.base import Network
+from ness.lab.networks.norms import batches_at_once, in_parts
+from ness.lab.runs.settings import Training, setting
+from ness.lab.training.loader import LARGE_BATCH, Batch, Samples, fixed_order, together
 
 BATCHES_A_CALL = 16  # observed between two pauses
 
@@ -171,14 +171,12 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of what the guard keeps: Gram and cross moment in float64, the model as it was in float32, four numbers a layer.
+    """Bytes that the guard keeps: Gram and cross moment in float64, the model in float32, four numbers per layer.
 
     Rule within keeps Gram and cross moment three times: of all rows, relative ones, and the newest task's.
     """
     sets = 3 if own.rule == "within" else 1
-    return 4 * sizes.parameters + sum(
-        sets * (8 * width * (width + outputs) + 32) for outputs, width in sizes.layers
-    )
+    return 4 * sizes.parameters + sum(sets * (8 * width * (width + outputs) + 32) for outputs, width in sizes.layers)
 
 
 # epochs, patience and the like are the benchmarks'.

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor, nn
 
 import ness
+from ness.lab.gpu.coroutines import pause
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, sizes_of
 from ness.lab.methods.ness import certificate_row, observed, observing, rule_of
-from ness.lab.nets.norms import batch_norms, measure_statistics
-from ness.lab.pauses import pause
-from ness.lab.settings import check_ranges, setting
+from ness.lab.networks.norms import batch_norms, measure_statistics
+from ness.lab.runs.settings import check_ranges, setting
 
 SHARED = "shared weights/"
 

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.loader import Batch
-from ness.lab.methods._factors import Factors
 from ness.lab.methods._logits import Gradients, logit_gradients, project
-from ness.lab.methods._project import ADAM, Projecting, check_no_decay, named, sam_revision, under
-from ness.lab.methods._rows import check_count, draw
+from ness.lab.methods._projection.factors import Factors
+from ness.lab.methods._projection.project import ADAM, Projecting, check_no_decay, named, sam_revision, under
+from ness.lab.methods._projection.rows import check_count, draw
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.settings import setting
+from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch
 
 TINY = 1e-3  # a gradient of which less than this share is new adds nothing but rounding
 

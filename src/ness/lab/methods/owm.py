@@ -9,14 +9,14 @@ import torch
 from torch import Tensor, nn
 
 from ness.errors import NessError
-from ness.gram import with_ones
-from ness.lab.loader import Batch
-from ness.lab.methods._project import ADAM, Projecting, Removal, check_no_decay, named, sam_revision, under
-from ness.lab.methods._rows import input_grams
+from ness.lab.gpu.coroutines import pause
+from ness.lab.methods._projection.project import ADAM, Projecting, Removal, check_no_decay, named, sam_revision, under
+from ness.lab.methods._projection.rows import input_grams
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
-from ness.lab.pauses import pause
-from ness.lab.settings import setting
+from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch
 from ness.layers import ConvLayer, Layer
+from ness.statistics.gram import with_ones
 
 
 @dataclass(frozen=True)

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.methods._basis import left_singular, new_directions, span
-from ness.lab.methods._project import ADAM, named, removal, sam_revision, under
+from ness.lab.methods._projection.basis import left_singular, new_directions, span
+from ness.lab.methods._projection.project import ADAM, named, removal, sam_revision, under
 from ness.lab.methods.base import Context, MethodSpec, Sizes
 from ness.lab.methods.gpm import PRESETS as GPM_PRESETS
 from ness.lab.methods.gpm import Gpm, GpmSettings, check
-from ness.lab.settings import setting
-from ness.spectrum import symmetric_eigen
+from ness.lab.runs.settings import setting
+from ness.statistics.spectrum import symmetric_eigen
 
 
 @dataclass(frozen=True)

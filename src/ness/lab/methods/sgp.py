@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.methods._basis import joined, new_directions
-from ness.lab.methods._project import ADAM, named, removal, sam_revision, under
+from ness.lab.methods._projection.basis import joined, new_directions
+from ness.lab.methods._projection.project import ADAM, named, removal, sam_revision, under
 from ness.lab.methods.base import Context, MethodSpec, Sizes
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check
-from ness.lab.settings import setting
+from ness.lab.runs.settings import setting
 
 
 @dataclass(frozen=True)

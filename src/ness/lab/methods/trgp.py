@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.losses import cross_entropy
-from ness.lab.methods._basis import directions, joined, residual
-from ness.lab.methods._project import ADAM, layer_parameters, named, sam_revision, under
-from ness.lab.methods._rows import check_count, draw
-from ness.lab.methods._scales import Scaling, identity_scale
+from ness.lab.methods._projection.basis import directions, joined, residual
+from ness.lab.methods._projection.project import ADAM, layer_parameters, named, sam_revision, under
+from ness.lab.methods._projection.rows import check_count, draw
+from ness.lab.methods._projection.scales import Scaling, identity_scale
 from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check
-from ness.lab.settings import setting
+from ness.lab.runs.settings import setting
+from ness.lab.training.losses import cross_entropy
 
 
 @dataclass(frozen=True)

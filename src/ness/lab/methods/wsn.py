@@ -25,11 +25,11 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ness.errors import NessError
-from ness.lab.loader import Batch
 from ness.lab.methods._masks import packed, unpacked, winners
 from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, backbone, current_heads
-from ness.lab.nets.base import Network
-from ness.lab.settings import setting
+from ness.lab.networks.base import Network
+from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch
 
 Tensors = dict[str, Tensor]
 

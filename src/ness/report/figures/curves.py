@@ -3,7 +3,7 @@
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 
-from ness.lab.metrics import Matrix
+from ness.lab.runs.metrics import Matrix
 from ness.report.figures.canvas import MARKERS, empty
 
 

@@ -7,7 +7,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Patch, PathPatch
 from matplotlib.path import Path
 
-from ness.lab.metrics import Matrix
+from ness.lab.runs.metrics import Matrix
 from ness.report.figures.canvas import empty
 from ness.report.shade import LIGHT, STEPS, shades
 

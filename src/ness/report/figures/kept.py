@@ -11,7 +11,7 @@ from matplotlib.transforms import Bbox
 
 from ness.report.figures.canvas import MARKERS, empty
 from ness.report.figures.labels import place
-from ness.report.kept import Keeping, Point
+from ness.report.storage_cost import Keeping, Point
 
 LEAST = 0.25  # percent, where the logarithmic axis begins; below it is linear, so that nothing at all has its place
 TICKS = (0, *(LEAST * 2**n for n in range(12)))

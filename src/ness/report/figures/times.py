@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from matplotlib.figure import Figure
 
 from ness.report.figures.canvas import empty
-from ness.report.shown import duration
+from ness.report.number_format import duration
 
 
 def figure(seconds: Sequence[Sequence[float]], labels: Sequence[str], title: str) -> Figure:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from ness.lab.metrics import Matrix
+from ness.lab.runs.metrics import Matrix
 from ness.report.shade import shades
 
 LEFT, TOP = 26, 18  # room for the numbers of tasks

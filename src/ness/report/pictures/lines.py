@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ness.lab.metrics import Matrix
+from ness.lab.runs.metrics import Matrix
 from ness.report.certificates import Promise, layers, limit_name
 from ness.report.pictures.scale import Scale, around, powers_around
 

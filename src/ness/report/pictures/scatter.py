@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 from ness.report.front import front
 from ness.report.groups import CEILINGS
+from ness.report.number_format import number, printed
 from ness.report.pictures.scale import Scale, around
-from ness.report.shown import number, printed
 from ness.report.table import Measured, Row
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 460, 330, 46, 16, 14, 42

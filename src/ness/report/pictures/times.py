@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ness.report.number_format import duration
 from ness.report.pictures.scale import Scale
-from ness.report.shown import duration
 
 WIDTH, LINE, LEFT, RIGHT = 460, 24, 150, 76
 

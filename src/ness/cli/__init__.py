@@ -1,0 +1,1 @@
+"""The command line `ness`, a file per command."""

@@ -1,0 +1,202 @@
+"""From a command line to settings: the flags of a run are the fields of its method's and benchmark's dataclasses."""
+
+import dataclasses
+import tomllib
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import tyro
+
+from ness.cli.main import WrongUse
+from ness.errors import NessError
+from ness.lab import registry
+from ness.lab.runs.jobs import preset_values, settings_type
+from ness.lab.runs.run import Options
+from ness.lab.runs.settings import PRESETS, Preset, compose, overridden, same_field, setting
+from ness.lab.training.seeds import checked
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class What:
+    """What is run."""
+
+    benchmark: str = setting("digits", "see `ness list benchmarks`")
+    preset: Preset = setting("fixed", "fixed: traps mended; reference: the code behind the paper; paper: its text")
+    seeds: tuple[int, ...] = setting((1,), "one run each")
+
+
+@dataclass(frozen=True)
+class How:
+    """How runs are carried out."""
+
+    out: Path = setting(Path("runs"), "folder of the run folders")
+    data: Path | None = setting(None, "folder of data sets; the benchmark's own place by default")
+    device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto: the card with most free memory, else the CPU")
+    lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
+    plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
+    fast: bool = setting(False, "on a GPU: bfloat16 and whatever kernels are fastest; a seed then gives no equal bits")
+    again: bool = setting(False, "repeat runs that are finished")
+    quiet: bool = setting(False, "plain lines instead of a live bar")
+    times: bool = setting(False, "say at the end where the time went; on a GPU it is said anyway")
+    threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
+    save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
+    stop_after: float | None = setting(
+        None, "seconds after which no further run is begun; those under way are finished"
+    )
+    log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")
+
+    def options(self) -> Options:
+        """What the runs themselves need to know of it."""
+        return Options(
+            out=self.out,
+            data=self.data,
+            device=self.device,
+            again=self.again,
+            save_every=self.save_every,
+            lanes=self.lanes,
+            plain=self.plain,
+            threads=self.threads,
+            stop_after=self.stop_after,
+        )
+
+
+@dataclass(frozen=True)
+class Common(How, What):
+    """What `run` and `table` share."""
+
+    config: Path | None = setting(None, "TOML file of settings by name; the command line goes before it")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A command line that was understood: the command's own fields, and the settings changed by hand."""
+
+    own: Any
+    changes: dict[str, Any]
+
+
+def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: str, prog: str) -> Request:
+    """Reads a command line against the fields of `own` and of the settings of these methods.
+
+    `methods` None: the one named by --method, with the values of its preset shown by --help.
+    """
+    config = read_config(peek(argv, "config"), own)
+    defaults = {item.name: item.default for item in dataclasses.fields(own)}
+    names = ("benchmark", "preset", "method", "optimizer")
+    chosen: dict[str, Any] = {name: peek(argv, name) or config.get(name) or defaults.get(name) for name in names}
+    try:
+        kind = _arguments(own, methods or [chosen["method"]], chosen["benchmark"])
+        base = _preset_shown(chosen) if methods is None else {}
+        default = overridden(kind, base, config, f"--config {peek(argv, 'config')}")
+    except NessError as error:
+        raise WrongUse(str(error)) from error
+    parsed = tyro.cli(
+        _with_help(kind),
+        args=list(argv),
+        prog=prog,
+        description=text,
+        default=_with_help(kind)(**_values(default)),
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    _check_seeds(parsed)
+    fields = {item.name for item in dataclasses.fields(kind)}
+    explicit = (given(argv) & fields) | set(config)
+    changes = {name: getattr(parsed, name) for name in sorted(explicit - set(defaults))}
+    return Request(own(**{name: getattr(parsed, name) for name in defaults}), changes)
+
+
+def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
+    """Reads a command line against the fields of `own` alone."""
+    parsed: Any = tyro.cli(
+        _with_help(own), args=list(argv), prog=prog, description=text, config=(tyro.conf.FlagCreatePairsOff,)
+    )
+    _check_seeds(parsed)
+    return own(**_values(parsed))
+
+
+def _check_seeds(parsed: Any) -> None:
+    if getattr(parsed, "seeds", None) is not None:
+        try:
+            checked(parsed.seeds)
+        except NessError as error:
+            raise WrongUse(f"--seeds: {error}") from error
+
+
+def peek(argv: Sequence[str], name: str) -> str | None:
+    """The value of `--name value` or `--name=value`, before the whole line can be understood.
+
+    >>> peek(["--method", "ness", "--lr=0.1"], "lr")
+    '0.1'
+    """
+    for word, following in zip(argv, [*argv[1:], None], strict=True):
+        if word == f"--{name}":
+            return following
+        if word.startswith(f"--{name}="):
+            return word.split("=", 1)[1]
+    return None
+
+
+def given(argv: Sequence[str]) -> set[str]:
+    """The names of the flags on a command line.
+
+    >>> sorted(given(["--lr", "0.1", "--weight-decay=0", "5"]))
+    ['lr', 'weight_decay']
+    """
+    return {word[2:].split("=", 1)[0].replace("-", "_") for word in argv if word.startswith("--") and len(word) > 2}
+
+
+def read_config(path: str | None, own: type) -> dict[str, Any]:
+    """The settings of a TOML file, flat; paths and tuples of the command's own fields are converted."""
+    if path is None:
+        return {}
+    try:
+        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise WrongUse(f"--config {path}: cannot be read ({error})") from error
+    except tomllib.TOMLDecodeError as error:
+        raise WrongUse(f"--config {path}: is not TOML ({error})") from error
+    hints = typing.get_type_hints(own)
+    for name, value in values.items():
+        if isinstance(value, dict):
+            raise WrongUse(f"--config {path}: [{name}] is a table; settings stand flat, e.g. lr = 0.01")
+        if isinstance(value, list):
+            values[name] = tuple(value)
+        if hints.get(name) in (Path, Path | None):
+            values[name] = Path(value)
+    return values
+
+
+def _arguments(own: type, methods: Sequence[str], benchmark: str) -> type:
+    """The command's own fields and every setting of the methods on the benchmark."""
+    bench = registry.find("benchmark", benchmark, registry.all_benchmarks())
+    found = [registry.find("method", name, registry.all_methods()) for name in methods]
+    settings = compose("Settings", *(settings_type(spec, bench) for spec in found), shared=True)
+    return compose("Arguments", own, settings)
+
+
+def _preset_shown(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """What the preset sets, so that --help shows it."""
+    preset = registry.find("preset", chosen["preset"], {known: known for known in PRESETS})
+    spec = registry.all_methods()[chosen["method"]]
+    return preset_values(spec, registry.all_benchmarks()[chosen["benchmark"]], preset, chosen["optimizer"])
+
+
+def _with_help(kind: type) -> type:
+    """The same fields with the help line of each where the argument parser looks for it."""
+    hints = typing.get_type_hints(kind)
+    fields = []
+    for item in dataclasses.fields(kind):
+        hint: Any = hints[item.name]
+        if "help" in item.metadata:
+            hint = Annotated[hint, tyro.conf.arg(help=item.metadata["help"])]
+        fields.append((item.name, hint, same_field(item)))
+    return dataclasses.make_dataclass(kind.__name__, fields, frozen=True)
+
+
+def _values(instance: Any) -> dict[str, Any]:
+    return {item.name: getattr(instance, item.name) for item in dataclasses.fields(instance)}

@@ -1,0 +1,71 @@
+"""`ness list`: what methods and benchmarks there are."""
+
+import sys
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import tyro
+
+from ness.lab import registry
+from ness.lab.methods.base import MethodSpec, Sizes, sizes_of
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.settings import part_of
+from ness.report.formats import aligned
+
+SHOWN, IMAGE, CLASSES = "cifar100", (3, 32, 32), 10  # where the amount that is kept is shown: AlexNet
+
+
+@dataclass(frozen=True)
+class ListArguments:
+    """What to list."""
+
+    what: tyro.conf.Positional[Literal["methods", "benchmarks"]]
+
+
+ABOUT = "List the methods or the benchmarks there are. Examples: ness list methods · ness list benchmarks"
+
+
+def main(argv: list[str]) -> int:
+    """Prints the list on standard output."""
+    what = tyro.cli(ListArguments, args=argv, prog="ness list", description=ABOUT).what
+    sys.stdout.write(methods() if what == "methods" else benchmarks())
+    return 0
+
+
+def methods() -> str:
+    """Name, what it is, what it keeps between tasks and how much, whether it needs old data, where it is from."""
+    lines = [("method", "what it is", "keeps between tasks", f"on {SHOWN}", "old data", "from")]
+    sizes = sizes_on(SHOWN)
+    for name, spec in sorted(registry.all_methods().items()):
+        needs = spec.needs_old_data
+        without = "some, kept" if spec.keeps_samples else "no"
+        old = without if needs is None else "yes" if needs(spec.settings()) else "by setting"
+        source = f"{spec.paper} ({spec.year})" if spec.paper else ""
+        lines.append((name, spec.title, spec.keeps, amount(spec, sizes), old, source))
+    return aligned(lines)
+
+
+def amount(spec: MethodSpec, sizes: Sizes) -> str:
+    """The most a method keeps at the end of the benchmark's last task but one, under its default preset."""
+    if spec.kept_at_most is None:
+        return ""
+    most = spec.kept_at_most(sizes, part_of(resolve(spec, SHOWN).settings, spec.settings))
+    return f"≤ {most / 1e6:,.1f} MB" if most else "0"
+
+
+def sizes_on(benchmark: str) -> Sizes:
+    """The layers of the benchmark's network, without its data."""
+    bench = registry.all_benchmarks()[benchmark]
+    network = registry.all_networks()[bench.network]
+    with torch.device("meta"):
+        model = network.build(IMAGE, [CLASSES] * bench.tasks, "batch")
+    return sizes_of(model, bench.tasks, IMAGE)
+
+
+def benchmarks() -> str:
+    """Name, what it is, tasks, network."""
+    lines = [("benchmark", "what it is", "tasks", "network")]
+    for name, bench in sorted(registry.all_benchmarks().items()):
+        lines.append((name, bench.title, str(bench.tasks or "by the data"), bench.network))
+    return aligned(lines)

@@ -1,0 +1,92 @@
+"""The command line: `ness run | table | tune | report | watch | list | data`, and what a mistake looks like."""
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+
+from ness._version import __version__
+from ness.errors import NessError
+
+USAGE = """usage: ness COMMAND [OPTIONS]
+
+Continual learning without forgetting: train task after task, and see what was kept.
+
+  run      train a method on a benchmark             ness run --benchmark digits --method ness
+  table    train several methods, print the table    ness table --benchmark digits --methods finetune ness
+  tune     choose settings on validation data        ness tune --method ness --over eps=1e-3,2e-3
+  report   page, tables, figures of finished runs    ness report runs/
+  watch    what is done, what runs, what is left     ness watch runs/
+  list     what there is                             ness list methods | benchmarks
+  data     the data sets                             ness data list | get | check
+
+`ness COMMAND --help` says more. Exit codes: 0 done, 2 wrong use, 1 failed.
+"""
+
+# command -> the module whose `main(argv) -> int` carries it out, imported when it is needed
+COMMANDS = {
+    "run": "ness.cli.run",
+    "table": "ness.cli.table",
+    "tune": "ness.cli.tune",
+    "report": "ness.cli.report",
+    "watch": "ness.cli.watch",
+    "list": "ness.cli.list",
+    "data": "ness.cli.data",
+}
+
+
+class WrongUse(NessError):
+    """A command that was not understood: exit code 2."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and returns its exit code; a user's mistake is one line, never a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return dispatch(arguments)
+    except WrongUse as error:
+        return _fail(str(error), 2)
+    except NessError as error:
+        return _fail(str(error), 1)
+    except KeyboardInterrupt:
+        every = "--save-every says how often: by default 30 s, on a GPU 120"
+        return _fail(f"interrupted; the same command goes on from the last checkpoint, if one was written ({every})", 1)
+    except SystemExit as exit:  # the argument parser's own: 0 after --help, 2 after a mistake
+        return exit.code if isinstance(exit.code, int) else 1
+    except BrokenPipeError:  # the reader of a pipe left, e.g. `| head`
+        sys.stderr.close()
+        return 1
+
+
+def dispatch(arguments: list[str]) -> int:
+    """Finds the command and hands it the rest."""
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        (sys.stdout if arguments else sys.stderr).write(USAGE)
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        sys.stdout.write(f"ness {__version__}\n")
+        return 0
+    name, rest = arguments[0], arguments[1:]
+    if name not in COMMANDS:
+        from ness.lab.runs.settings import nearest
+
+        raise WrongUse(f"no command is called {name!r}; there are {', '.join(COMMANDS)}.{nearest(name, COMMANDS)}")
+    return command(name)(rest)
+
+
+def command(name: str) -> Callable[[list[str]], int]:
+    """The `main` of a command."""
+    try:
+        found: Callable[[list[str]], int] = import_module(COMMANDS[name]).main
+    except ModuleNotFoundError as error:
+        if error.name is not None and error.name.startswith("ness."):
+            raise WrongUse(f"`ness {name}` is not part of this installation ({error.name} is missing)") from error
+        raise NessError(
+            f"`ness {name}` needs the package {error.name}, which is not installed; "
+            "install the laboratory: pip install 'ness-cl[lab]'"
+        ) from error
+    return found
+
+
+def _fail(message: str, code: int) -> int:
+    sys.stderr.write(f"ness: {message}\n")
+    return code

@@ -1,0 +1,58 @@
+"""`ness run`: one method on one benchmark, one run a seed."""
+
+import sys
+from dataclasses import dataclass
+
+from ness.cli.arguments import Common, parse
+from ness.cli.display import display
+from ness.cli.main import WrongUse
+from ness.cli.outcomes import records_of
+from ness.cli.times import CommandClock
+from ness.errors import NessError
+from ness.lab.runs.jobs import resolve
+from ness.lab.runs.log import logged, named
+from ness.lab.runs.settings import setting
+from ness.lab.runs.sweep import run_all
+from ness.report.formats import text
+from ness.report.table import rows
+
+ABOUT = """Train a method on a benchmark, task after task.
+
+A finished run is not run again; one that was cut short goes on.
+
+Examples: ness run --benchmark digits --method ness ·
+ness run --method ness --seeds 1 2 3 --eps 1e-3 --lr 0.01 --optimizer sgdm ·
+ness run --config settings.toml --device cuda"""
+
+
+@dataclass(frozen=True)
+class RunArguments(Common):
+    """The command's own flags."""
+
+    method: str = setting("ness", "see `ness list methods`")
+
+
+def main(argv: list[str]) -> int:
+    """Runs every seed; the table goes to standard output, everything else to standard error."""
+    request = parse(argv, RunArguments, None, ABOUT, "ness run")
+    own = request.own
+    clock = CommandClock()
+    try:
+        job = resolve(own.method, own.benchmark, own.preset, request.changes, own.fast)
+        loggers = named(own.log)
+    except NessError as error:
+        raise WrongUse(str(error)) from error
+    with display(own.quiet, len(own.seeds)) as shown, logged(loggers, own.out, shown.listener) as listener:
+        grid = run_all([(job, seed) for seed in own.seeds], own.options(), listener, shown.say)
+    done = records_of(grid)
+    for outcome in grid.outcomes:
+        said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[
+            outcome.how
+        ]
+        sys.stderr.write(f"{outcome.folder}: {said}\n")
+    for complaint in grid.complaints():
+        sys.stderr.write(f"ness: {complaint}\n")
+    clock.tell(grid, own.times)
+    if done:
+        sys.stdout.write(text(rows(done)))
+    return 1 if grid.complaints() else 0

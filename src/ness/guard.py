@@ -1,0 +1,365 @@
+"""`NullSpace`: observe what a model must not forget, constrain its updates, certify, merge."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from ness import distributed
+from ness._precision import ordinary_tensors
+from ness.certificate import Certificate
+from ness.comparison import Comparison
+from ness.errors import NessError
+from ness.layers.discovery import discover, shape_of
+from ness.layers.names import as_patterns
+from ness.layers.norms import uses_batch_statistics
+from ness.rules import Nuclear, Rule
+from ness.statistics.gram import Gram
+from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
+from ness.storage.folder import load_folder, save_folder, write_state_dict
+from ness.tasks import Tasks
+from ness.updates.layer_state import Protected
+from ness.updates.optimizers import refuse_other_optimizers
+from ness.updates.update import Form
+from ness.verbs import comparing, transitions
+from ness.verbs.checks import check_guard_options
+from ness.verbs.constraining import check_constrain, constraining
+from ness.verbs.observing import observed, reduce
+from ness.verbs.remainder import Remainder
+from ness.verbs.transitions import updates_of
+
+DEFAULT_RULE = Nuclear(1e-3)
+
+
+class NullSpace:
+    """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
+
+    >>> _ = torch.manual_seed(0)
+    >>> model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 4))
+    >>> old = torch.randn(200, 8) @ torch.randn(8, 64)      # old inputs use 8 of 64 directions
+    >>> guard = NullSpace(model, exclude=["2"])             # the head is yours
+    >>> guard.observe(old)
+    >>> guard.constrain()
+    >>> optimizer = torch.optim.AdamW(guard.parameters(), lr=1e-2)
+    >>> before = model[0](old)
+    >>> for _ in range(20):
+    ...     loss = model(torch.randn(16, 64)).square().mean()
+    ...     optimizer.zero_grad(); loss.backward(); optimizer.step()
+    >>> guard.certificate().holds, guard.certificate()["0"].rank
+    (True, 56)
+    >>> guard.merge()
+    >>> torch.allclose(model[0](old), before, atol=1e-3)
+    True
+
+    Args:
+        model: any module. Nothing about it changes before `constrain`.
+        rule: which input directions are free; see `ness.rules`.
+        include: constrain these layers only: names, prefixes that end at a dot, or patterns.
+        exclude: leave these to the caller, trainable and unprotected (the new task's head, say).
+        bias: "constrain" biases with their weights, or "freeze" them.
+        norm: "freeze" affine parameters and statistics of norm layers, or keep a copy "per_task".
+        private_basis: tasks use the same private directions, "shared", chosen once and grown where a task asks for
+            more; or choose and keep their own, "per_task".
+        statistics_device: where Grams live; by default on each layer's own device.
+        statistics_dtype: `torch.float32` multiplies blocks in float32: faster on some cards, and Grams are right to
+            1e-6 instead of 1e-10, so that no drift under a thousandth of a layer's outputs can be told from none.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        rule: Rule = DEFAULT_RULE,
+        include: str | Sequence[str] | None = None,
+        exclude: str | Sequence[str] = (),
+        bias: Literal["constrain", "freeze"] = "constrain",
+        norm: Literal["freeze", "per_task"] = "freeze",
+        private_basis: Literal["shared", "per_task"] = "shared",
+        statistics_device: torch.device | str | None = None,
+        statistics_dtype: torch.dtype = torch.float64,
+    ) -> None:
+        check_guard_options(model, rule, bias, norm, private_basis, statistics_dtype)
+        self.model, self.rule = model, rule
+        self.include, self.exclude = as_patterns(include, "include"), as_patterns(exclude, "exclude")
+        self.bias, self.norm, self.private_basis = bias, norm, private_basis
+        self.statistics_device = None if statistics_device is None else torch.device(statistics_device)
+        self.statistics_dtype = statistics_dtype
+        self._found = discover(model, self.include, self.exclude)
+        self._shape = shape_of(model)
+        self._protected: dict[str, Protected] = {}
+        self._remainder = Remainder()  # everything else, as it was when last observed
+        self._tasks = Tasks()
+        self._phase: Literal["open", "constrained", "merged"] = "open"
+        self._form: Form = "any"
+        self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
+        self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
+        self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
+
+    # -- what it holds ----------------------------------------------------------------------------------------------
+
+    @property
+    def constrained(self) -> bool:
+        """Whether updates are in place right now."""
+        return self._phase == "constrained"
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        """Names of the layers that are protected once observed."""
+        return tuple(self._found.layers)
+
+    @property
+    def skipped(self) -> dict[str, str]:
+        """Layers that stay frozen, each with the reason."""
+        return {**self._found.skipped, **self._idle}
+
+    @property
+    def grams(self) -> dict[str, Gram]:
+        """What each layer has seen: `ness.Gram` by layer name."""
+        return {name: protected.gram for name, protected in self._protected.items()}
+
+    @property
+    def tasks(self) -> list[str]:
+        """Names of the tasks the guard knows, oldest first."""
+        return list(self._tasks.names)
+
+    def parameters(self) -> list[nn.Parameter]:
+        """What to train: updates, a task's norms and private part, and what is trainable in excluded modules."""
+        self._require_constrained("parameters()")
+        return [p for p in self.model.parameters() if p.requires_grad]
+
+    # -- observe ----------------------------------------------------------------------------------------------------
+
+    def observe(self, batches: Any, forward: Forward | None = None, task: str | None = None) -> None:
+        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
+
+        Args:
+            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
+                model is called with; any other form needs `forward`.
+            forward: `forward(model, batch)`, how the model is run on one batch.
+            task: names what the model knows now ("first" by default).
+
+        NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
+        or within 64 batches, since asking the device after each would make it wait.
+        """
+        with observed(self, task) as recorder:
+            index = -1
+            for index, batch in enumerate(batches_of(batches)):
+                recorder.drop()
+                call_model(self.model, batch, forward)
+                recorder.end(f"batch {index}")
+            if index < 0:
+                nothing_seen("there was no batch")
+
+    @contextmanager
+    def observing(self, task: str | None = None) -> Iterator[None]:
+        """Observe the forward passes that the caller runs inside the `with`."""
+        with observed(self, task) as recorder, passes_of(self.model, recorder):
+            yield
+
+    def _refresh(self) -> None:
+        """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
+
+        A head that is added later is excluded as its kind is, and a layer that is added later can be observed.
+        """
+        now = shape_of(self.model)
+        if now == self._shape:
+            return
+        found = discover(self.model, self.include, self.exclude)
+        for name, protected in self._protected.items():
+            layer = found.layers.get(name)
+            if layer is None or {*layer.modules} != {*protected.layer.modules}:
+                raise NessError(
+                    f"layer {name!r} is another one, or gone, since it was observed, and what was observed is of the "
+                    "old one; put it back, or make a new guard and observe again"
+                )
+            found.layers[name] = protected.layer
+        if self.norm == "per_task" and self._tasks.started and found.norms.keys() != self._found.norms.keys():
+            raise NessError(
+                "the model has other norms than when the first task began, and norm='per_task' keeps a copy of each "
+                "for every task; make a new guard and observe again"
+            )
+        self._found, self._shape = found, now
+
+    # -- constrain --------------------------------------------------------------------------------------------------
+
+    def constrain(
+        self,
+        form: Form = "any",
+        max_drift: float | None = None,
+        task: str | None = None,
+        private: int = 0,
+    ) -> None:
+        """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
+
+        A layer whose weight has `requires_grad=False` stays as it is. Training starts from the shared weights: where
+        the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` holds the
+        weights without the updates: keep those with `save` or `state`, or as copies of `parameters()`.
+
+        Args:
+            form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum, decay and clipping by norm
+                included; gradients that are changed entry by entry, as by `clip_grad_value_`, leave the free space).
+            max_drift: keep every layer's RMS drift under this fraction of its own output's RMS, at every step.
+            task: the name of the task that begins; needed with `norm="per_task"` and with `private`.
+            private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
+                those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
+                other task sees them, and no bound counts them. The task keeps k numbers an output unit.
+        """
+        with ordinary_tensors():
+            for _ in constraining(self, form, max_drift, task, private, depth=3):
+                pass
+
+    def constraining(
+        self,
+        form: Form = "any",
+        max_drift: float | None = None,
+        task: str | None = None,
+        private: int = 0,
+    ) -> Iterator[str]:
+        """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
+
+        For whoever shows progress, or has other work in between. Nothing happens before the first layer is asked for,
+        and the model is untouched until the iterator ends; if it, or what was observed, has changed by then, it is
+        refused. Under torch.distributed all layers come at the end.
+
+        >>> guard = NullSpace(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
+        >>> guard.observe([torch.eye(3)])
+        >>> [layer for layer in guard.constraining()], guard.constrained
+        (['0', '1'], True)
+        """
+        distributed.together(lambda: check_constrain(self, form, max_drift, task, private))
+        return constraining(self, form, max_drift, task, private, depth=2)
+
+    # -- certify ----------------------------------------------------------------------------------------------------
+
+    def certificate(self) -> Certificate:
+        """What the model kept: per layer rank, bound, and the exact drift on everything ever observed."""
+        if not self._protected and not distributed.active():
+            raise NessError("certificate: nothing was observed yet; call observe(old_inputs) first")
+        reduce(self)
+        protected = self._protected.values()
+        directions = [p.directions for p in protected if p.directions is not None]
+        return Certificate(
+            rows=tuple(p.certify() for p in protected),
+            skipped=self.skipped,
+            outside=tuple(name for name, module in self._found.norms.items() if uses_batch_statistics(module)),
+            kept=self._tasks.kept(),
+            shared_directions=sum(k.numel() for k in directions),
+            protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
+            parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+        )
+
+    def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
+        """Measure how far the model's outputs on these batches are from what they were when it was last observed.
+
+        This is the end-to-end change of the whole model: protected layers and all that comes on top, excluded modules,
+        embeddings, norms, bare parameters and buffers. What a task keeps for itself is that of the task in use. Modules
+        that were added since count as they are now; a warning and `not_counted` name them. Ask before you observe the
+        next task's data: afterwards the model as it is then is what is compared with.
+
+        Args:
+            batches: as for `observe`.
+            forward: as for `observe`.
+
+        Returns:
+            The change over all samples; the model is left exactly as it was.
+        """
+        return comparing.compare(self, batches, forward)
+
+    # -- end --------------------------------------------------------------------------------------------------------
+
+    @ordinary_tensors()
+    def merge(self) -> None:
+        """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order.
+
+        The finished task is in use. Its private part is in its model's weights, not in those that all tasks share.
+        """
+        transitions.merge(self)
+
+    def discard(self) -> None:
+        """Drop the updates: the model is what it was before `constrain`, its task's private part included.
+
+        Excluded modules keep what they have learnt.
+        """
+        transitions.discard(self)
+
+    # -- tasks ------------------------------------------------------------------------------------------------------
+
+    def use(self, task: str | None) -> None:
+        """Put a task's own norms and private part in place; None: the shared weights with the first task's norms.
+
+        Exact however often: the weights of a task are the shared ones plus its private part, rounded once, from copies
+        that no switch touches.
+        """
+        transitions.use(self, task)
+
+    def export(self, task: str, path: str | Path) -> None:
+        """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
+
+        Its keys and their order are the model's own, so that a plain copy of the model loads it, without `ness`.
+        Excluded modules (heads) are written as they are now.
+        """
+        from ness.export import state_dict_of
+
+        def write() -> None:
+            state = state_dict_of(self, task)
+            if distributed.on_rank_zero():
+                write_state_dict(Path(path), state)
+
+        distributed.together(write)
+
+    # -- storage ----------------------------------------------------------------------------------------------------
+
+    def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Everything the guard knows, bases and updates included: tensors, and a description that is plain JSON."""
+        from ness.storage.state import pack
+
+        return pack(self)
+
+    def load_state(self, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+        """Take over what `state` gave, for the same model; refused whole if anything does not fit."""
+        from ness.storage.state import unpack
+
+        unpack(self, tensors, manifest)
+
+    def save(self, folder: str | Path) -> None:
+        """Write the guard to a folder: safetensors and a JSON manifest, all or nothing."""
+        distributed.together(lambda: None)
+        reduce(self)
+        tensors, manifest = self.state()
+
+        def write() -> None:
+            if distributed.on_rank_zero():
+                save_folder(Path(folder), tensors, manifest)
+
+        distributed.together(write)
+
+    @classmethod
+    def load(cls, folder: str | Path, model: nn.Module) -> NullSpace:
+        """Read a guard from a folder, for the model it was saved with."""
+        from ness.storage.state import rebuild
+
+        tensors, manifest = load_folder(Path(folder))
+        return rebuild(model, tensors, manifest)
+
+    def _require_constrained(self, what: str) -> None:
+        if not self.constrained:
+            raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> NullSpace:
+        """A guard of a copy of the model, which refuses optimizers as this one does."""
+        twin = type(self).__new__(type(self))
+        memo[id(self)] = twin
+        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_watch_optimizers": None}, memo))
+        twin._shape = shape_of(twin.model) if not twin.constrained else ()
+        if self._watch_optimizers is not None:
+            twin._watch_optimizers = refuse_other_optimizers(updates_of(twin))
+        return twin
+
+    def __repr__(self) -> str:
+        return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

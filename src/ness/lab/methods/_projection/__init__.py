@@ -1,0 +1,1 @@
+"""Gradient projection: rows of layer inputs, bases, scales."""

@@ -1,0 +1,1 @@
+"""Runs: settings, folders, records, tables of runs."""

@@ -1,0 +1,155 @@
+"""What a run is asked to do: a method on a benchmark under settings that a preset begins and the user changes."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ness.errors import NessError
+from ness.lab import registry
+from ness.lab.benchmarks.base import Benchmark, Request, Stream
+from ness.lab.benchmarks.dataset_cache import Shelf
+from ness.lab.methods.base import MethodSpec
+from ness.lab.runs.settings import (
+    AND_WITH,
+    ONLY_WITH,
+    PRESETS,
+    Preset,
+    Training,
+    check_contradictions,
+    check_training,
+    compose,
+    overridden,
+    part_of,
+    telling,
+)
+
+SCHEMA = 1  # raise it when the same settings would give another result
+
+
+@dataclass(frozen=True)
+class Job:
+    """A method, a benchmark and resolved settings; a run is a job and a seed."""
+
+    method: MethodSpec
+    benchmark: Benchmark
+    preset: Preset
+    settings: Any
+    label: str  # the preset and what was changed by hand, for tables
+    fast: bool = False  # speed before repeatability: see `ness.lab.gpu.amp`
+    name: str = ""  # what a table calls it; by default the method's name
+
+    @property
+    def digest(self) -> str:
+        """Ten hexadecimal digits that name method and its revision, benchmark, settings, schema, and whether fast."""
+        settings = telling(self.as_dict())
+        revised = [{"revision": self.revision}] if self.revision > 1 else []  # the first was recorded without a number
+        named = [self.method.name, self.benchmark.name, SCHEMA, settings, *(["fast"] if self.fast else []), *revised]
+        text = json.dumps(named, sort_keys=True)
+        return hashlib.sha256(text.encode()).hexdigest()[:10]
+
+    @property
+    def revision(self) -> int:
+        """Which of the method's rules the settings ask for, counted from 1: see `MethodSpec.revision`."""
+        return 1 if self.method.revision is None else self.method.revision(self.settings)
+
+    @property
+    def title(self) -> str:
+        """What people read: the job's own name, or its method's."""
+        return self.name or self.method.name
+
+    @property
+    def changes(self) -> dict[str, Any]:
+        """What was set by hand: the settings that are not the preset's."""
+        return departures(self.method, self.benchmark, self.preset, self.settings)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The settings by name."""
+        return dataclasses.asdict(self.settings)
+
+    def load(self, seed: int, data: Path | None, shelf: Shelf | None = None) -> Stream:
+        """The benchmark's stream for a seed; runs of several methods that share a shelf share it."""
+        options = part_of(self.settings, self.benchmark.options)
+        load = partial(self.benchmark.load, Request(seed, data, options, shelf))
+        return load() if shelf is None else shelf.lend((self.benchmark.name, seed, data, str(options)), load)
+
+
+def settings_type(method: MethodSpec, benchmark: Benchmark) -> type:
+    """The flat dataclass of a run: shared training fields, the method's, the benchmark's."""
+    return compose("Settings", Training, method.settings, benchmark.options)
+
+
+def preset_values(method: MethodSpec, benchmark: Benchmark, preset: Preset, optimizer: str | None) -> dict[str, Any]:
+    """What a preset sets: the benchmark's part, then the method's; the general before the particular.
+
+    The optimizer (the one asked for, else the preset's) chooses among the entries such as "cifar100/sam".
+    """
+    layers = ("fixed",) if preset == "fixed" else ("fixed", preset)
+    values: dict[str, Any] = {}
+    for layer in layers:
+        values |= benchmark.settings.get(layer, {})
+    for layer in layers:
+        own = method.presets.get(layer, {})
+        values |= own.get("*", {})
+        values |= own.get(benchmark.name, {})
+    chosen = optimizer or values.get("optimizer", Training.optimizer)
+    for layer in layers:
+        own = method.presets.get(layer, {})
+        values |= own.get(f"*/{chosen}", {})
+        values |= own.get(f"{benchmark.name}/{chosen}", {})
+    return values
+
+
+def resolve(
+    method: str | MethodSpec,
+    benchmark: str | Benchmark,
+    preset: str = "fixed",
+    changes: Mapping[str, Any] | None = None,
+    fast: bool = False,
+) -> Job:
+    """A job by names, or by specs of your own; everything unknown or contradictory is refused here."""
+    spec = method if isinstance(method, MethodSpec) else registry.find("method", method, registry.all_methods())
+    bench = (
+        benchmark
+        if isinstance(benchmark, Benchmark)
+        else registry.find("benchmark", benchmark, registry.all_benchmarks())
+    )
+    name = registry.find("preset", preset, {known: known for known in PRESETS})
+    changes = dict(changes or {})
+    kind = settings_type(spec, bench)
+    base = preset_values(spec, bench, name, changes.get("optimizer"))
+    settings = overridden(kind, {}, base, f"preset {name} of {spec.name} on {bench.name}")
+    settings = overridden(kind, dataclasses.asdict(settings), changes, f"{spec.name} on {bench.name}")
+    check(spec, settings, changes)
+    differing = [f"{key}={value}" for key, value in departures(spec, bench, name, settings).items()]
+    label = " ".join([name, *differing, *(["fast"] if fast else [])])
+    return Job(spec, bench, name, settings, label, fast)
+
+
+def departures(method: MethodSpec, benchmark: Benchmark, preset: Preset, settings: Any) -> dict[str, Any]:
+    """The settings that are not those of the preset under the optimizer asked for; nor, then, is the optimizer."""
+    base = preset_values(method, benchmark, preset, settings.optimizer)
+    default = settings_type(method, benchmark)(**base)
+    return {key: value for key, value in dataclasses.asdict(settings).items() if value != getattr(default, key)}
+
+
+def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None:
+    """Refuses settings out of range, contradictory ones, and what the method cannot work with."""
+    for name, value in dataclasses.asdict(settings).items():
+        if isinstance(value, float) and not math.isfinite(value):
+            raise NessError(f"{name} is {value}, expected a number")
+    training = part_of(settings, Training)
+    check_training(training)
+    for conditions in (ONLY_WITH, AND_WITH, method.only_with):
+        check_contradictions(settings, changes, conditions)
+    chosen = [training.optimizer, training.schedule, *(["mixup"] if training.mixup else [])]
+    for choice in chosen:
+        if choice in method.refuses:
+            raise NessError(f"{method.name} does not go with {choice}: {method.refuses[choice]}")
+    if method.check is not None:
+        method.check(settings)

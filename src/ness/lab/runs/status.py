@@ -1,0 +1,162 @@
+"""Where the runs of a folder stand, from waiting to done, and how long the rest may take."""
+
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any, Literal
+
+from ness.lab.runs import queue
+from ness.lab.runs.history import History, history
+from ness.lab.runs.queue import Asked
+
+State = Literal["done", "running", "stopped", "failed", "waiting", "damaged"]
+SILENCE = 900.0  # seconds after which a run on another machine that says nothing counts as stopped
+
+
+@dataclass(frozen=True)
+class Standing:
+    """One run now."""
+
+    asked: Asked
+    state: State
+    history: History = field(default_factory=History)
+    result: Mapping[str, Any] | None = None  # of a run that is done
+    spent: float = 0.0  # seconds so far
+
+    @property
+    def share(self) -> float:
+        """How much is done, at least: tasks may end before their last epoch."""
+        if self.state == "done":
+            return 1.0
+        lessons = self.asked.lessons
+        inside = self.history.epoch / self.asked.epochs if self.asked.epochs else 0.0
+        return min(1.0, (self.history.learnt + inside) / lessons) if lessons else 0.0
+
+
+class Watched:
+    """A folder of runs that is looked at again and again; what is done is read once."""
+
+    def __init__(self, out: Path, is_result: Callable[[Mapping[str, Any]], bool] = lambda result: True) -> None:
+        self.out, self.is_result = out, is_result
+        self.done: dict[str, Standing] = {}
+
+    def look(self, now: float | None = None) -> list[Standing]:
+        """Every run that was asked for or is there, as it stands."""
+        found = []
+        for asked in self._asked():
+            path = self.out / asked.folder
+            mark = _changed(path / "result.json")
+            key = f"{asked.folder} {mark}"
+            if mark is not None and key not in self.done:
+                self.done[key] = _finished(path, asked, self.is_result)
+            found.append(self.done[key] if mark is not None else _unfinished(path, asked, now or time.time()))
+        return found
+
+    def _asked(self) -> list[Asked]:
+        listed = {one.folder: one for one in queue.read(self.out)}
+        for path in sorted(self.out.glob("*/config.json")):
+            if path.parent.name not in listed and (one := _from_config(path)) is not None:
+                listed[one.folder] = one
+        return list(listed.values())
+
+
+def time_left(found: Sequence[Standing]) -> float | None:
+    """Seconds until all is done, at the pace of what is done and with as many side by side as run now; None if unknown.
+
+    A run is taken to last as others of its setting did, else of its method, else of its benchmark, else as its own
+    pace suggests.
+    """
+    open_runs = [one for one in found if one.state in ("running", "stopped", "waiting")]
+    whole = [(one, total) for one in found if (total := _total(one)) is not None]
+    rests = []
+    for one in open_runs:
+        total = next((mean for alike in _ALIKE if (mean := _mean(one, whole, alike)) is not None), _total(one))
+        if total is None:
+            return None
+        rests.append(total * (1 - one.share))
+    running = sum(one.state == "running" for one in open_runs)
+    return max(sum(rests) / max(1, running), max(rests, default=0.0))
+
+
+_ALIKE: tuple[Callable[[Asked], object], ...] = (
+    lambda asked: (asked.benchmark, asked.method, asked.setting, asked.epochs),
+    lambda asked: (asked.benchmark, asked.method, asked.epochs),
+    lambda asked: (asked.benchmark, asked.epochs),
+)
+
+
+def _mean(one: Standing, whole: Iterable[tuple[Standing, float]], alike: Callable[[Asked], object]) -> float | None:
+    times = [total for other, total in whole if other is not one and alike(other.asked) == alike(one.asked)]
+    return fmean(times) if times else None
+
+
+def _total(one: Standing) -> float | None:
+    """What a run took, or would take at its own pace."""
+    if one.state == "done" and one.result is not None:
+        return float(one.result["total_seconds"])
+    return one.spent / one.share if one.share > 0.02 and one.spent > 0 else None
+
+
+def _finished(path: Path, asked: Asked, is_result: Callable[[Mapping[str, Any]], bool]) -> Standing:
+    try:
+        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        if not is_result(result):
+            return Standing(asked, "damaged")
+        return Standing(asked, "done", result=result, spent=float(result["total_seconds"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return Standing(asked, "damaged")
+
+
+def _unfinished(path: Path, asked: Asked, now: float) -> Standing:
+    if not (path / "config.json").exists():
+        return Standing(asked, "waiting")
+    log = path / "events.jsonl"
+    so_far = history(queue.lines(log))
+    alive = _is_held(path, _changed(log) or 0.0, now)
+    inside = now - so_far.since if alive and so_far.since is not None else 0.0
+    state: State = "running" if alive else "failed" if so_far.failed is not None else "stopped"
+    return Standing(asked, state, so_far, spent=sum(so_far.seconds) + max(0.0, inside))
+
+
+def _is_held(path: Path, heard: float, now: float) -> bool:
+    """Whether a process works on it: on this machine by its number, on another one by how long the log is silent."""
+    try:
+        holder = json.loads((path / "holder.json").read_text(encoding="utf-8"))
+        process, host = int(holder["process"]), holder["host"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    if host != platform.node() or os.name != "posix":  # elsewhere a process cannot be asked without harm
+        return now - heard < SILENCE
+    try:
+        os.kill(process, 0)  # signal 0: is it there?
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it is, and belongs to someone else
+        return True
+    return True
+
+
+def _from_config(path: Path) -> Asked | None:
+    """What a run folder that nobody noted asks for; None for a folder that is no run's."""
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+        benchmark, method, setting = (str(config[key]) for key in ("benchmark", "method", "setting"))
+        epochs = int(config["settings"]["epochs"])
+        own = f"{benchmark}-{method}-{config['digest']}-seed{config['seed']}"
+        if own != path.parent.name and (path.parent.parent / own).exists():
+            return None  # a copy of a run that is there itself
+        return Asked(path.parent.name, benchmark, method, setting, int(config["seed"]), 0, epochs)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _changed(path: Path) -> float | None:
+    try:
+        return path.stat().st_mtime
+    except OSError:
+        return None

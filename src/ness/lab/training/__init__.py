@@ -1,0 +1,1 @@
+"""Training: the loop, one task, one step, and what they need."""

@@ -1,0 +1,1 @@
+"""What layers have seen: Grams, moments, spectra, and the recorder that fills them."""

@@ -1,0 +1,246 @@
+"""Watching a model's forward passes: every layer's Gram in one pass, batch by batch, all or nothing."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ness import distributed
+from ness.errors import NessError
+from ness.layers import Layer, Record, Rows
+from ness.statistics.gram import add_gram_
+from ness.statistics.moments import Moments
+
+Forward = Callable[[nn.Module, Any], Any]
+
+
+READ_EVERY = 64  # passes between two looks at what the device found: a long pass over bad data does not go on for ever
+
+
+@dataclass
+class Staged:
+    """What the pass under way has shown of one layer: its Gram so far and this pass's rows on top."""
+
+    matrix: Tensor  # C + Xᵀ X, (groups, width, width)
+    energy: Tensor  # Σ‖y‖² of this pass, ()
+    count: int = 0
+    calls: int = 0
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A pass that has ended: what was booked for each layer, and whether each layer's inputs were finite."""
+
+    where: str
+    rows: Mapping[str, int]
+    calls: Mapping[str, int]
+    finite: Tensor  # (layers,), bool, on the device
+
+
+class Recorder:
+    """Adds forward passes to layers' moments, each whole or not at all, without waiting for the device.
+
+    A pass with NaN or Inf in any layer's input, and every pass after it, adds nothing: the device itself holds the flag
+    that decides. The host learns of it in `check`.
+    """
+
+    def __init__(self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64) -> None:
+        self.open_books, self.dtype = open_books, dtype
+        self.staged: dict[str, Staged] = {}
+        self.unread: list[Pass] = []
+        self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
+
+    def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        """Add one forward call of one layer to the pass under way."""
+        with torch.inference_mode(False), torch.no_grad():  # what is booked here is written to outside that mode
+            books, added = self.open_books(layer.name), energy(outputs)
+            staged = self.staged.get(layer.name)
+            if staged is None:
+                staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
+            else:
+                staged.energy = staged.energy + added
+            add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
+        staged.count += rows.numel() // (layer.groups * layer.fan_in)
+        staged.calls += 1
+
+    def drop(self) -> None:
+        """Forget the pass under way: it broke off."""
+        self.staged = {}
+
+    def end(self, where: str) -> None:
+        """The pass is complete: it counts if it and all before it were finite."""
+        staged, self.staged = self.staged, {}
+        if not staged:
+            return
+        home = next(iter(staged.values())).matrix.device
+        # diagonals alone: an entry of x that is not finite makes its own square so, and no square takes it away
+        sizes = [part.matrix.diagonal(dim1=-2, dim2=-1).sum().to(home) for part in staged.values()]
+        finite = torch.stack(sizes) < torch.inf
+        self.fine = finite.all() if self.fine is None else self.fine.to(home) & finite.all()
+        energies = torch.where(self.fine, torch.stack([part.energy.to(home) for part in staged.values()]), 0.0)
+        for (name, part), added in zip(staged.items(), energies.unbind(), strict=True):
+            books = self.open_books(name)
+            total = books.gram.matrix
+            torch.where(self.fine.to(total.device), part.matrix, total, out=total)  # 0·NaN is NaN, so no product
+            books.energy += added.to(total.device)
+            books.gram.count += part.count
+            books.calls += part.calls
+        counts = {name: part.count for name, part in staged.items()}
+        self.unread.append(Pass(where, counts, {name: part.calls for name, part in staged.items()}, finite))
+        if len(self.unread) >= READ_EVERY:
+            self.check()
+
+    def check(self) -> None:
+        """Wait for the device; where a pass held NaN or Inf, take back what was booked since, and say where it was."""
+        unread, self.unread = self.unread, []
+        if not unread:
+            return
+        home = unread[0].finite.device
+        answers = torch.cat([one.finite.to(home) for one in unread]).tolist()
+        problem = None
+        for one in unread:
+            found, answers = answers[: len(one.rows)], answers[len(one.rows) :]
+            if problem is None and not all(found):
+                name = list(one.rows)[found.index(False)]
+                problem = (
+                    f"layer {name!r}: NaN or Inf in its input ({one.where}); the statistics are those before it. "
+                    "Clean the data, or exclude the layer"
+                )
+            if problem is not None:
+                for name, count in one.rows.items():
+                    books = self.open_books(name)
+                    books.gram.count -= count
+                    books.calls -= one.calls[name]
+        if problem is not None:
+            raise NessError(problem)
+
+
+def energy(outputs: Tensor) -> Tensor:
+    """Σ‖y‖² in float64: norms of short stretches in the outputs' own precision, summed in float64.
+
+    Widening all outputs first would cost more than the layer itself.
+    """
+    dtype = torch.promote_types(outputs.dtype, torch.float32)
+    norms: Tensor = torch.linalg.vector_norm(outputs.detach(), dim=-1, dtype=dtype)
+    wide = norms.flatten().to(torch.float64)
+    return wide.dot(wide)
+
+
+@contextmanager
+def watching(
+    model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
+) -> Iterator[None]:
+    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
+
+    Attention's fast paths read weights without calling the layers; they are switched off meanwhile.
+    """
+    modes = [(module, module.training) for module in model.modules()]
+    fast_path = torch.backends.mha.get_fastpath_enabled()
+    handles = []
+    try:
+        torch.backends.mha.set_fastpath_enabled(False)
+        for layer in layers:
+            for host in layer.hosts:
+                handles.append(layer.watch(host, _bound(record, layer)))
+        model.eval()
+        with torch.no_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+        for module, mode in modes:
+            module.training = mode
+        torch.backends.mha.set_fastpath_enabled(fast_path)
+
+
+@contextmanager
+def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    """Every pass the caller runs inside is one to the recorder; a pass that breaks off is none.
+
+    A model may call itself: what counts as a pass is its outermost call.
+    """
+    passes, errors = 0, []  # what was being handled when each call that is under way began
+
+    def begins(*_: Any) -> None:
+        errors.append(sys.exception())
+
+    def ends(*_: Any) -> None:
+        nonlocal passes
+        if (
+            sys.exception() is not errors.pop()
+        ):  # the call breaks off, and every call around it unless somebody mends it
+            recorder.drop()
+        elif not errors:
+            recorder.end(f"pass {passes}")
+            passes += 1
+
+    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends, always_call=True)]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not passes and not recorder.staged:
+        nothing_seen("no forward pass was run inside observing()")
+    recorder.end("last pass")
+
+
+def nothing_seen(what: str) -> None:
+    """Refuse to have observed nothing: whoever asked believes that it is protected. One rank of several may."""
+    if not distributed.active():
+        raise NessError(f"observe: {what}, so nothing new is protected; is a generator used up, or a loader empty?")
+
+
+def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Record:
+    return lambda rows, outputs: record(layer, rows, outputs)
+
+
+def batches_of(batches: Any) -> Iterable[Any]:
+    """Any iterable of batches; a bare tensor or a dict is one batch."""
+    if isinstance(batches, (Tensor, Mapping)):
+        return [batches]
+    if not isinstance(batches, Iterable):
+        raise NessError(f"observe: found {type(batches).__name__}, expected batches: an iterable, or one tensor")
+    return batches
+
+
+def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
+    """Run the model on one batch: a tensor, (input, target), a dict of arguments, or as `forward` says."""
+    batch = to_device(batch, device_of(model))
+    if forward is not None:
+        return forward(model, batch)
+    if isinstance(batch, Tensor):
+        return model(batch)
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
+        return model(batch[0])
+    shape = f"{type(batch).__name__} of {len(batch)}" if isinstance(batch, (tuple, list)) else type(batch).__name__
+    raise NessError(
+        f"a batch is a {shape}; expected a tensor, (input, target) or a dict of arguments. "
+        "Pass forward=lambda model, batch: ... to say how the model is called"
+    )
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's first parameter."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def to_device(value: Any, device: torch.device) -> Any:
+    """Tensors moved to a device, inside tuples, lists and dicts too."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, Mapping):
+        return {key: to_device(item, device) for key, item in value.items()}
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(to_device(item, device) for item in value))
+    if isinstance(value, (tuple, list)):
+        return type(value)(to_device(item, device) for item in value)
+    return value

@@ -1,0 +1,316 @@
+"""A guard as tensors and plain JSON, and back: what `save`, `load` and checkpoints of others are made of."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError
+from ness.layers.norms import NormValues, read_norms, write_norms
+from ness.rules import rule_from_dict, rule_to_dict
+from ness.statistics.gram import Gram
+from ness.statistics.moments import Moments
+from ness.statistics.relative import Relative
+from ness.storage.folder import fingerprint
+from ness.updates.constraint import Constraint, Figures
+from ness.updates.layer_state import Protected
+from ness.updates.private import PrivateColumns, PrivatePart
+from ness.updates.update import Projector, Update
+from ness.verbs.remainder import Remainder
+from ness.verbs.transitions import enter
+
+if TYPE_CHECKING:
+    from ness.guard import NullSpace
+
+Tensors = dict[str, Tensor]
+
+
+def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
+    """Everything a guard knows."""
+    tensors: Tensors = {}
+    layers = {name: _pack_layer(protected, tensors) for name, protected in guard._protected.items()}
+    tasks = guard._tasks
+    for number, (task, norms) in enumerate(tasks.norms.items()):
+        tensors |= {f"norms/{number}/{key}": value for key, value in norms.items()}
+        for layer, part in tasks.private.get(task, {}).items():
+            tensors[f"private/{number}/{layer}/coefficients"] = part.coefficients
+            if part.directions is not None:
+                tensors[f"private/{number}/{layer}/directions"] = part.directions
+    if guard.constrained and guard.norm == "per_task":
+        tensors |= {f"norms/live/{key}": value for key, value in read_norms(guard._found.norms).items()}
+    manifest = {
+        "rule": rule_to_dict(guard.rule),
+        "include": list(guard.include),
+        "exclude": list(guard.exclude),
+        "bias": guard.bias,
+        "norm": guard.norm,
+        "private_basis": guard.private_basis,
+        "statistics_dtype": str(guard.statistics_dtype),
+        "phase": guard._phase,
+        "form": guard._form,
+        "idle": dict(guard._idle),
+        "layers": layers,
+        "rest": guard._remainder.pack(guard.model, tensors),
+        "tasks": {
+            "names": list(tasks.names),
+            "in_use": tasks.in_use,
+            "current": tasks.current,
+            "started": tasks.started,
+            "unnamed": tasks.unnamed,
+            "private": {
+                task: {layer: part.width for layer, part in own.items()} for task, own in tasks.private.items()
+            },
+        },
+    }
+    return tensors, manifest
+
+
+def _pack_layer(protected: Protected, tensors: Tensors) -> dict[str, Any]:
+    layer, at = protected.layer, f"layers/{protected.layer.name}"
+    tensors |= _pack_moments(protected.moments, at)
+    if protected.pending is not None:
+        tensors |= _pack_moments(protected.pending, f"{at}/pending")
+    tensors |= {f"{at}/anchor": protected.anchor, f"{at}/spent": protected.spent}
+    relative = protected.relative
+    if relative is not None:
+        tensors |= _pack_moments(relative.folded, f"{at}/relative")
+        if relative.fresh is not None:
+            tensors |= _pack_moments(relative.fresh, f"{at}/fresh")
+    entry: dict[str, Any] = {
+        **_shape(protected),
+        "weights": fingerprint(layer.stored()),
+        "count": protected.moments.gram.count,
+        "calls": protected.moments.calls,
+        "pending": None if protected.pending is None else [protected.pending.gram.count, protected.pending.calls],
+        "relative": None if relative is None else _describe_relative(relative),
+        "merges": protected.merges,
+        "last": asdict(protected.last),
+    }
+    if protected.directions is not None:
+        entry["directions"] = protected.directions.shape[-1]
+        tensors[f"{at}/directions"] = protected.directions
+    if protected.shared is not None:
+        tensors[f"{at}/shared"] = protected.shared
+    constraint = protected.constraint
+    if constraint is not None:
+        entry["constraint"] = {"rank": constraint.rank}
+        tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
+        if constraint.update is not None:
+            entry["constraint"] |= _pack_update(constraint.update, at, tensors)
+        if constraint.columns is not None:
+            tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
+    return entry
+
+
+def _describe_relative(relative: Relative) -> dict[str, Any]:
+    return {
+        "folded": [relative.folded.gram.count, relative.folded.calls],
+        "fresh": None if relative.fresh is None else [relative.fresh.gram.count, relative.fresh.calls],
+        "travel": relative.travel,
+        "silent": relative.silent,
+    }
+
+
+def _shape(protected: Protected) -> dict[str, Any]:
+    layer = protected.layer
+    return {"kind": layer.kind, "groups": layer.groups, "outputs": layer.outputs, "width": layer.width}
+
+
+def _pack_moments(moments: Moments, at: str) -> Tensors:
+    return {
+        f"{at}/gram": moments.gram.matrix,
+        f"{at}/cross": moments.cross,
+        f"{at}/square": moments.square,
+        f"{at}/energy": moments.energy,
+    }
+
+
+def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
+    tensors |= {f"{at}/basis": update.basis, f"{at}/parameter": update.parameter}
+    if update.projector is not None:
+        tensors[f"{at}/scale"] = update.projector.squared_scale
+        if update.projector.how != "basis":  # there it is the basis itself
+            tensors[f"{at}/projector"] = update.projector.matrix
+    if update.sizes is not None and update.limit is not None:
+        tensors |= {f"{at}/sizes": update.sizes, f"{at}/limit": update.limit}
+    projector = None if update.projector is None else update.projector.how
+    return {"way": update.way, "projector": projector, "private": update.private}
+
+
+def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> NullSpace:
+    """A new guard on `model` from what `pack` gave."""
+    from ness.guard import NullSpace
+
+    try:
+        guard = NullSpace(
+            model,
+            rule=rule_from_dict(manifest["rule"]),
+            include=manifest["include"] or None,
+            exclude=manifest["exclude"],
+            bias=manifest["bias"],
+            norm=manifest["norm"],
+            private_basis=manifest.get("private_basis", "shared"),  # schema 1 knew no private parts
+            statistics_dtype={"torch.float64": torch.float64, "torch.float32": torch.float32}[
+                manifest["statistics_dtype"]
+            ],
+        )
+    except NessError as error:
+        raise NessError(f"the saved guard is for another model: {error}") from error
+    except (KeyError, TypeError) as error:
+        raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
+    unpack(guard, tensors, manifest)
+    return guard
+
+
+def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
+    """Put saved knowledge into a guard that is not constrained; nothing changes unless everything fits."""
+    if guard.constrained:
+        raise NessError("load_state: the guard is constrained; call merge() or discard() first")
+    try:
+        protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
+        task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
+        norms = {name: _norms(tensors, f"norms/{number}/") for number, name in enumerate(task_names)}
+        private = {
+            name: {
+                layer: _private_part(protected[layer], tensors, f"private/{task_names.index(name)}/{layer}", int(k))
+                for layer, k in widths.items()
+            }
+            for name, widths in tasks.get("private", {}).items()
+        }
+        remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
+        phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
+    in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
+    for name in in_place:
+        if protected[name].shared is None:
+            raise NessError(f"the saved guard is damaged: no shared weights of layer {name!r}; save it again")
+    expected = set(read_norms(guard._found.norms))
+    for name, values in norms.items():
+        if values and set(values) != expected:
+            raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
+    guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
+    guard._form, guard._idle, guard._remainder = form, idle, remainder
+    guard._tasks.private = private
+    guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
+    guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
+    guard._phase = phase
+    for name, part in in_place.items():
+        protected[name].part = part  # the model was saved with it in its weights
+    if phase == "constrained":
+        live = _norms(tensors, "norms/live/")
+        if live:
+            write_norms(guard._found.norms, live)
+        enter(guard)
+
+
+def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
+    return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
+
+
+def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Protected:
+    layer = guard._found.layers.get(name)
+    if layer is None:
+        raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
+    protected = Protected(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
+    found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
+    if found != expected:
+        raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
+    if entry["weights"] != fingerprint(layer.stored()):
+        raise NessError(
+            f"the model changed between save and load: the weights of layer {name!r} are not those it was saved with. "
+            "Load the model's state dict of that moment first"
+        )
+    at, device = f"layers/{name}", protected.anchor.device
+    protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
+    if entry["pending"] is not None:
+        protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
+    protected.relative = _relative(protected, tensors, at, entry.get("relative"))
+    protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
+    protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
+    protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
+    if "directions" in entry:
+        shape = (layer.groups, layer.width, int(entry["directions"]))
+        protected.directions = _tensor(tensors, f"{at}/directions", shape).to(device, copy=True)
+    if f"{at}/shared" in tensors:
+        protected.shared = _tensor(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
+    if "constraint" in entry:
+        protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
+    return protected
+
+
+def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    if key not in tensors or tensors[key].shape != torch.Size(shape):
+        found = tuple(tensors[key].shape) if key in tensors else "nothing"
+        raise NessError(f"the saved guard is damaged: {key} is {found}, expected {tuple(shape)}; save it again")
+    return tensors[key]
+
+
+def _moments(protected: Protected, tensors: Mapping[str, Tensor], at: str, count: int, calls: int) -> Moments:
+    like = protected.moments
+    device = protected.anchor.device
+    return Moments(
+        Gram(_tensor(tensors, f"{at}/gram", like.gram.matrix.shape).to(device, copy=True), int(count)),
+        _tensor(tensors, f"{at}/cross", like.cross.shape).to(device, copy=True),
+        _tensor(tensors, f"{at}/square", like.square.shape).to(device, copy=True),
+        _tensor(tensors, f"{at}/energy", like.energy.shape).to(device, copy=True),
+        int(calls),
+    )
+
+
+def _private_part(protected: Protected, tensors: Mapping[str, Tensor], at: str, width: int) -> PrivatePart:
+    layer, device = protected.layer, protected.anchor.device
+    coefficients = _tensor(tensors, f"{at}/coefficients", (layer.groups, layer.outputs, width))
+    coefficients = coefficients.to(layer.weight.device, copy=True)
+    if f"{at}/directions" in tensors:
+        own = _tensor(tensors, f"{at}/directions", (layer.groups, layer.width, width))
+        return PrivatePart(coefficients, own.to(device, copy=True))
+    held = 0 if protected.directions is None else protected.directions.shape[-1]
+    if width > held:
+        raise NessError(f"the saved guard is damaged: {at} needs {width} directions, found {held}; save it again")
+    return PrivatePart(coefficients)
+
+
+def _relative(
+    protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any] | None
+) -> Relative | None:
+    if (entry is None) != (protected.relative is None):
+        found, wanted = ("no", "needs it") if entry is None else ("each", "has no use for it")
+        raise NessError(
+            f"the saved guard keeps {found} task's own drift in layer {protected.layer.name!r}, and this guard's rule "
+            f"{wanted}; load it with the rule it was saved with"
+        )
+    if entry is None:
+        return None
+    fresh = None if entry["fresh"] is None else _moments(protected, tensors, f"{at}/fresh", *entry["fresh"])
+    folded = _moments(protected, tensors, f"{at}/relative", *entry["folded"])
+    return Relative(folded, fresh, entry["travel"], bool(entry["silent"]))
+
+
+def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:
+    layer, device = protected.layer, protected.anchor.device
+    groups = (layer.groups,)
+    tau, sigma = (_tensor(tensors, f"{at}/{key}", groups).to(device) for key in ("tau", "sigma"))
+    unscaled = tensors[f"{at}/unscaled"].to(device)
+    if "way" not in entry:
+        return Constraint(int(entry["rank"]), tau, sigma, unscaled, None)
+    here = layer.weight.device
+    basis, projector = tensors[f"{at}/basis"].to(here), None
+    if entry["projector"] is not None:
+        matrix = basis if entry["projector"] == "basis" else tensors[f"{at}/projector"].to(here)
+        projector = Projector(entry["projector"], matrix, tensors[f"{at}/scale"].to(here))
+    private = int(entry.get("private", 0))
+    update = Update(layer, entry["way"], basis, projector, private)
+    saved = _tensor(tensors, f"{at}/parameter", update.parameter.shape)
+    update.parameter.data.copy_(saved)
+    if f"{at}/limit" in tensors:
+        update.sizes, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
+    columns = None
+    if private:
+        directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
+        columns = PrivateColumns(directions, _tensor(tensors, f"{at}/mixing", (*groups, private, private)).to(device))
+    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, columns)

@@ -1,0 +1,61 @@
+"""What holds in one layer while a task is trained: the update, what its parts are, and what is said of it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ness.updates.private import PrivateColumns, PrivatePart
+from ness.updates.update import Update
+
+
+@dataclass
+class Constraint:
+    """What holds in one layer while a task is trained."""
+
+    rank: int
+    tau: Tensor  # τ, (groups,)
+    sigma: Tensor  # σ_sel, (groups,)
+    unscaled: Tensor  # B⁺ᵀ: ΔW times this is A, (groups, width, r + k), float64; needed where ΔW is the parameter
+    update: Update | None  # None: rank 0, the layer is frozen
+    columns: PrivateColumns | None = None  # of the update's last k columns, where the task has private directions
+
+    def coefficients(self) -> tuple[Tensor, Tensor]:
+        """A (groups, o, r) of the shared columns and B (groups, o, k) of the private ones, in float64."""
+        assert self.update is not None
+        with torch.no_grad():
+            if self.update.projector is None:
+                both = self.update.coefficients().detach().to(torch.float64)
+            else:
+                both = self.update.parameter.detach().to(torch.float64) @ self.unscaled.to(self.update.parameter.device)
+        return both[..., : self.update.shared], both[..., self.update.shared :]
+
+    def running(self) -> Tensor:
+        """The shared [W b] with its update (groups, o, width) in float64.
+
+        Beside a private part it is W + A Bᵀ from the shared columns alone: what rounding has put anywhere else belongs
+        to neither part, and is dropped.
+        """
+        assert self.update is not None
+        if self.columns is None:
+            return self.update.running()
+        basis = self.update.basis[..., : self.update.shared].to(torch.float64)
+        return self.update.layer.stored().to(torch.float64) + self.coefficients()[0] @ basis.mT
+
+    def private_part(self, own: bool) -> PrivatePart | None:
+        """The private part as it is trained so far."""
+        if self.columns is None or self.update is None:
+            return None
+        return self.columns.part(self.coefficients()[1], self.update.basis.dtype, own)
+
+
+@dataclass
+class Figures:
+    """What the certificate says of one update: the current one, or the last merged."""
+
+    rank: int = 0
+    tau: float = 0.0
+    update_norm: float = 0.0
+    shrunk: float = 1.0  # the share of the update that was merged

@@ -1,0 +1,386 @@
+"""One protected layer: its statistics, its anchor, its current constraint, and the figures they give."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ness import distributed
+from ness.certificate import CertificateRow
+from ness.errors import NessError
+from ness.layers import Layer
+from ness.rules import Rule, Selection
+from ness.statistics.gram import Gram
+from ness.statistics.moments import Moments
+from ness.statistics.relative import Books, Relative, shrink, travelled
+from ness.statistics.spectrum import Spectrum, decompose, reach, selected_sigma, spectral_norm
+from ness.updates.constraint import Constraint, Figures
+from ness.updates.private import PrivatePart, columns_in_training, decompose_beside
+from ness.updates.update import Form, Projector, Update, cheapest_way
+
+
+class Protected:
+    """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far."""
+
+    def __init__(self, layer: Layer, device: torch.device, relative: bool = False) -> None:
+        self.layer = layer
+        self.anchor = layer.stored().to(device)  # [W b] when last observed, (groups, o, width), the parameter's dtype
+        self.moments = self._no_rows()
+        self.relative = Relative(self._no_rows()) if relative else None  # each task's own drift, where a rule asks
+        self.pending: Moments | None = None  # observed by this rank, not yet summed over ranks
+        self.spent = torch.zeros(2, layer.groups, dtype=torch.float64)  # Σ σ_sel‖A‖₂ and Σ σ_sel‖A‖_F of merged tasks
+        self.merges = 0
+        self.constraint: Constraint | None = None
+        self.last = Figures()
+        self.directions: Tensor | None = None  # K (groups, width, k), float64: private directions that tasks share
+        self.part: PrivatePart | None = None  # the private part that is in the weights
+        self.shared: Tensor | None = None  # [W b] without it, in the parameter's dtype
+
+    @property
+    def gram(self) -> Gram:
+        """All rows this rank knows of."""
+        return self.moments.gram if self.pending is None else self.moments.gram + self.pending.gram
+
+    @property
+    def silent(self) -> bool:
+        """Whether some task's rows all gave 0 here, under a rule to which that means: do not move."""
+        return self.relative is not None and self.relative.silent
+
+    # -- observing --------------------------------------------------------------------------------------------------
+
+    def _no_rows(self) -> Moments:
+        return Moments.zeros(self.layer.groups, self.layer.outputs, self.layer.width, self.anchor.device)
+
+    def change(self) -> Tensor:
+        """D = W − W_a (groups, o, width) in float64, of the shared weights as they are now."""
+        return self.running().to(self.anchor.device) - self.anchor.to(torch.float64)
+
+    def settle(self) -> None:
+        """Move the anchor to the weights as they are now, so that new rows drift from here."""
+        now = self.shared_weights().to(self.anchor.device)
+        change = now.to(torch.float64) - self.anchor.to(torch.float64)
+        for moments in (self.moments, self.pending):
+            if moments is not None:
+                moments.move_anchor_(change)
+        if self.relative is not None:
+            self.relative.move_anchor_(change)
+        self.anchor = now
+
+    def ledger(self) -> Moments:
+        """Where new rows are added: straight to the moments, or where several are to have them to what is pending."""
+        if not distributed.active() and self.relative is None:
+            return self.moments
+        if self.pending is None:
+            self.pending = self._no_rows()
+        return self.pending
+
+    def absorb(self) -> None:
+        """What was observed is complete: among one process alone every moment takes it."""
+        if self.pending is None or distributed.active():
+            return
+        for target in self._known():
+            target.add_(self.pending)
+        self.pending = None
+
+    def _known(self) -> list[Moments]:
+        """The moments that new rows enter."""
+        return [self.moments] if self.relative is None else [self.moments, self.relative.newest()]
+
+    def reduce(self) -> None:
+        """Sum over all ranks what was not summed yet; a rank that saw nothing adds zeros.
+
+        Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
+        """
+        self.settle()
+        pending = self.pending or self._no_rows()
+        distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
+        pending.gram.count = distributed.total(pending.gram.count)
+        pending.calls = distributed.total(pending.calls)
+        for known in self._known():
+            known.add_(pending)
+        self.pending = None
+
+    # -- constraining -----------------------------------------------------------------------------------------------
+
+    def begin_task(self) -> None:
+        """The task observed last is over: its drift counts from now on relative to its own outputs."""
+        if self.relative is None:
+            raise NessError(
+                f"constrain: layer {self.layer.name!r} was observed under another rule, which keeps no task's own "
+                "drift; make a guard with this rule and observe again"
+            )
+        self.relative.fold_()
+
+    def scale(self, bias: str) -> Tensor:
+        """Diagonal of S (width,): 1 for inputs; for a bias the RMS of the inputs, or 0 where biases are frozen.
+
+        With the constant column at the inputs' own size, ranks do not change when the inputs are scaled.
+        """
+        scale = torch.ones(self.layer.width, dtype=torch.float64, device=self.moments.gram.matrix.device)
+        if self.layer.bias is not None:
+            rms = self.input_rms() if bias == "constrain" else 0.0
+            scale[-1] = 1.0 if bias == "constrain" and rms == 0 else rms
+        return scale
+
+    def input_rms(self) -> float:
+        """Root-mean-square of all input entries."""
+        energy = self.group_energy().sum()
+        return float((energy / max(1, self.moments.gram.count * self.layer.fan_in * self.layer.groups)).sqrt())
+
+    def group_energy(self) -> Tensor:
+        """Σ‖x‖² of each group (groups,), the constant of a bias not counted."""
+        return self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1)[:, : self.layer.fan_in].sum(dim=-1)
+
+    def spectrum(self, bias: str, private: int = 0) -> Spectrum:
+        """Eigen-decomposition of S C S (relative: of S R S) beside k private directions.
+
+        With frozen biases it is of the inputs' block alone.
+        """
+        scale, width = self.scale(bias), self._free_width(bias)
+        whole = self.moments.gram.matrix if self.relative is None else self.relative.gram
+        gram = self._scaled(whole, bias)[:, :width, :width]
+        if private:
+            held = gram[..., :0]
+            if self.directions is not None:
+                held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
+            about = self.layer.outputs, self.layer.name
+            found = decompose_beside(gram, held, private, *about, norms=self.relative is None)
+        else:
+            found = decompose(gram, self.layer.outputs, self.layer.name)
+        return replace(found, books=self.books())
+
+    def _scaled(self, gram: Tensor, bias: str) -> Tensor:
+        """S C S."""
+        scale = self.scale(bias)
+        return gram * scale * scale.unsqueeze(-1)
+
+    def no_spectrum(self, bias: str, private: int = 0) -> Spectrum:
+        """Room for a spectrum that rank 0 computes."""
+        groups, width = self.layer.groups, self._free_width(bias)
+        room = self.moments.gram.matrix.new_zeros
+        spectrum = Spectrum(room(groups, width - private), room(groups, width, width - private), room(groups), 0)
+        if private:
+            whole = room(groups, width) if self.relative is None else None
+            spectrum = replace(spectrum, private=room(groups, width, private), whole=whole)
+        return replace(spectrum, outputs=self.layer.outputs, books=self.books())
+
+    def books(self) -> Books | None:
+        """What a relative rule is told besides the spectrum."""
+        if self.relative is None:
+            return None
+        spent = self.relative.total(self.change())
+        return Books(self.merges + 1, spent, self._mean_column(), self.relative.travel)
+
+    def _mean_column(self) -> float:
+        """‖W‖_F² / d over all groups, the bias not counted."""
+        columns = self.shared_weights()[..., : self.layer.fan_in].to(torch.float64)
+        return float(columns.square().sum()) / (self.layer.groups * self.layer.fan_in)
+
+    def _free_width(self, bias: str) -> int:
+        return self.layer.width if bias == "constrain" else self.layer.fan_in
+
+    def living(self, selection: Selection) -> Selection:
+        """The selection without groups that saw only zeros: nothing is known of them, so nothing of them is free."""
+        alive = (self.group_energy() > 0).to(selection.weights)
+        return Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
+
+    def prepare(self, spectrum: Spectrum, selection: Selection, form: Form, bias: str) -> Constraint:
+        """The constraint of one task: B = S [Q diag(s), K], and the cheapest update on it."""
+        layer, device = self.layer, self.layer.weight.device
+        s, q = selection.weights, spectrum.directions
+        private = 0 if spectrum.private is None else spectrum.private.shape[-1]
+        if selection.rank + private == 0:
+            return Constraint(0, selection.threshold, torch.zeros_like(selection.threshold), q[..., :0], None)
+        scale = self.scale(bias)
+        k = self._padded(q[..., :0] if spectrum.private is None else spectrum.private)
+        chosen = self._columns(q * s.unsqueeze(-2), s > 0)
+        basis = torch.cat([chosen, k], dim=-1) * scale.unsqueeze(-1)
+        plain = self.relative is None  # else Q diagonalises R, not the Gram that the bound is about
+        sigma = selected_sigma(spectrum, s) if plain else reach(self._scaled(self.moments.gram.matrix, bias), chosen)
+        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        rows = self.moments.gram.count / max(1, self.moments.calls)
+        way = cheapest_way(form, layer, rows, basis.shape[-1])
+        projector, unscaled = None, q[..., :0]
+        if form == "sgd":
+            inverse = torch.cat([self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0), k], dim=-1)
+            unscaled = inverse / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
+            outside = (1 - s.square()).clamp(min=0).sqrt()
+            complement = self._columns(q * outside.unsqueeze(-2), s < 1) * scale.unsqueeze(-1)
+            projector = Projector.of(*(t.to(device, dtype) for t in (basis, complement, scale)))
+        update = Update(layer, way, basis.to(device, dtype), projector, private)
+        columns = columns_in_training(k, scale, self.directions) if private else None
+        return Constraint(selection.rank, selection.threshold, sigma, unscaled, update, columns)
+
+    def _columns(self, directions: Tensor, chosen: Tensor) -> Tensor:
+        """The chosen columns of each group, padded with zeros to a common number."""
+        most = int(chosen.sum(dim=-1).max()) if chosen.numel() else 0
+        order = (~chosen).to(torch.int8).argsort(dim=-1, stable=True)[:, :most]
+        index = order.unsqueeze(-2).expand(-1, directions.shape[-2], -1)
+        columns = directions.gather(-1, index) * chosen.gather(-1, order).unsqueeze(-2)
+        return self._padded(columns)
+
+    def _padded(self, columns: Tensor) -> Tensor:
+        """Columns (groups, width, n): a frozen bias gets a row of 0."""
+        return torch.nn.functional.pad(columns, (0, 0, 0, self.layer.width - columns.shape[-2]))
+
+    def limit_drift(self, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
+        """Keep the layer's whole RMS drift, earlier tasks' included, under a fraction of its outputs' RMS.
+
+        Under a relative rule T is kept under the fraction, and with it every single task's drift and their mean.
+        """
+        assert self.constraint is not None
+        assert self.constraint.update is not None
+        s = selection.weights
+        floor = torch.maximum(spectrum.sigma, spectrum.noise.unsqueeze(-1))
+        sizes = self._columns((floor * s).unsqueeze(-2), s > 0)[:, 0]
+        if self.relative is None:
+            room = fraction * float(self.moments.energy.sqrt()) - float(self.drift().sum().sqrt())
+        else:
+            room = fraction - self.relative.total(self.change()) ** 0.5
+        self.constraint.update.limit_drift(sizes, max(0.0, room))
+
+    # -- certifying -------------------------------------------------------------------------------------------------
+
+    def running(self) -> Tensor:
+        """The shared [W b] (groups, o, width) in float64 as the model runs it now, its task's private part taken off.
+
+        Whoever changes a weight past the guard changes the shared weights: all that is there beyond the part counts.
+        """
+        constraint = self.constraint
+        if constraint is not None and constraint.update is not None:
+            return constraint.running()
+        stored = self.layer.stored().to(torch.float64)
+        if self.part is None or self.shared is None:
+            return stored
+        expected = self.with_private(self.shared, self.part).to(torch.float64)
+        return self.shared.to(stored) + (stored - expected)
+
+    def shared_weights(self) -> Tensor:
+        """The same as the model would store it: rounded once to the parameter's dtype."""
+        return self.running().to(self.layer.weight.dtype)
+
+    def drift(self) -> Tensor:
+        """Σ‖ΔW x‖² over every row ever observed, of each group (groups,)."""
+        return self.moments.drift(self.change())
+
+    def current(self) -> tuple[Figures, Tensor]:
+        """Figures of the current update, and its bounds σ_sel‖A‖₂ and σ_sel‖A‖_F a group (2, groups)."""
+        constraint = self.constraint
+        if constraint is None:
+            return self.last, torch.zeros(2, self.layer.groups, dtype=torch.float64)
+        tau = float(constraint.tau.square().sum().sqrt())
+        if constraint.update is None:
+            return Figures(0, tau, 0.0), torch.zeros(2, self.layer.groups, dtype=torch.float64)
+        a, _ = constraint.coefficients()
+        norms = torch.stack([spectral_norm(a), a.square().sum(dim=(-2, -1)).sqrt()]).cpu()
+        figures = Figures(constraint.rank, tau, float(norms[0].square().sum().sqrt()))
+        return figures, norms * constraint.sigma.cpu()
+
+    def certify(self) -> CertificateRow:
+        """The layer's row of the certificate."""
+        figures, bounds = self.current()
+        worst, frobenius = (self.spent + bounds).square().sum(dim=-1).sqrt().tolist()
+        count = max(1, self.moments.gram.count)
+        drift = float((self.drift().sum() / count).sqrt())
+        output = float((self.moments.energy / count).sqrt())
+        return CertificateRow(
+            name=self.layer.name,
+            fan_in=self.layer.fan_in,
+            rank=figures.rank,
+            tau=figures.tau,
+            update_norm=figures.update_norm,
+            bound=worst,
+            rms_bound=frobenius / count**0.5,
+            rms_drift=drift,
+            relative_drift=_fraction(drift, output),
+            task_drift=None if self.relative is None else self.relative.total(self.change()) ** 0.5,
+            shrunk=figures.shrunk,
+            rounding=self._rounding(count),
+        )
+
+    def _rounding(self, count: int) -> float:
+        """RMS drift that the parameter's dtype alone can cause, once a merge.
+
+        Storing W + ΔW moves it by ε‖W‖_F; storing B, or stepping ΔW, leaks up to about ε√d‖ΔW‖_F out of the free space.
+        """
+        epsilon = torch.finfo(self.layer.weight.dtype).eps
+        weight = float(self.running().square().sum().sqrt())
+        change = float((self.layer.width * self.change().square().sum()).sqrt())
+        rows = float((self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1).sum() / count).sqrt())
+        return (self.merges + 1) * epsilon * (weight + change) * rows
+
+    @torch.no_grad()
+    def write(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> None:
+        """Store [W b] (groups, o, width), rounded once, in the layer's parameters or in copies of weight and bias."""
+        layer = self.layer
+        targets = [p.data for p in (layer.weight, layer.bias) if p is not None] if into is None else into
+        weight = targets[0] if layer.weight_part is None else targets[0][layer.weight_part]
+        weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
+        if layer.bias is not None:
+            bias = targets[1] if layer.bias_part is None else targets[1][layer.bias_part]
+            bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
+
+    # -- private parts ----------------------------------------------------------------------------------------------
+
+    def with_private(self, matrix: Tensor, part: PrivatePart | None) -> Tensor:
+        """fl(W + B Kᵀ) in the parameter's dtype, computed the same way every time."""
+        weight = self.layer.weight
+        if part is None:
+            return matrix.to(weight.device, weight.dtype)
+        wide = matrix.to(weight.device, torch.float64)
+        return (wide + part.delta(self.directions, weight.device)).to(weight.dtype)
+
+    def wear(self, part: PrivatePart | None) -> None:
+        """Put a private part into the weights in place of the one that is there; None: the shared weights."""
+        if self.part is not None:
+            self.write(self.shared_weights())
+        self.part, self.shared = part, None
+        if part is not None:
+            self.shared = self.layer.stored()
+            self.write(self.with_private(self.shared, part))
+
+    # -- ending -----------------------------------------------------------------------------------------------------
+
+    def _keep_limit(self, weights: Tensor, rule: Rule) -> tuple[Tensor, float]:
+        """Shared [W b] to be merged: as trained, or where T² would exceed the limit that share of it that fits."""
+        if self.relative is None:
+            return weights, 1.0
+        assert self.constraint is not None
+        assert self.constraint.update is not None
+        device, stored = self.anchor.device, self.layer.stored().to(self.anchor.device)
+        update = self.constraint.update
+        weights, basis = weights.to(device), update.basis[..., : update.shared].to(device, torch.float64)
+        measured = travelled(self.relative.gram, basis, weights - stored.to(torch.float64), self._mean_column())
+        self.relative.travel = rule.expect(self.relative.travel, measured)
+        return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
+
+    def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
+        """Store the shared weights as trained, shrunk to a relative rule's limit, and book them: bounds add up.
+
+        Without weights the layer was frozen. Directions that tasks share are held.
+        """
+        self.last, bounds = self.current()
+        if weights is None and self.relative is not None:
+            self.relative.travel = rule.expect(self.relative.travel, None)
+        if weights is not None:
+            weights, share = self._keep_limit(weights, rule)
+            self.write(weights)
+            self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
+            bounds = bounds * share
+        self.spent += bounds
+        self.merges += 1
+        columns = None if self.constraint is None else self.constraint.columns
+        if keep_directions and columns is not None:
+            held = 0 if self.directions is None else self.directions.shape[-1]
+            self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
+        self.constraint = None
+
+
+def _fraction(drift: float, output: float) -> float:
+    """Drift over output; infinite where nothing was put out, NaN where the outputs overflow."""
+    if output == float("inf"):
+        return float("nan")
+    return drift / output if output > 0 else (0.0 if drift == 0 else float("inf"))

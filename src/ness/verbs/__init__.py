@@ -1,0 +1,1 @@
+"""What the guard's verbs do: observe, constrain, merge, discard, use, compare."""

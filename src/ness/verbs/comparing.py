@@ -1,0 +1,66 @@
+"""A guard that compares: the model as it was when it was last observed, put back for a pass."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+from ness.comparison import Comparison, compare_outputs
+from ness.errors import NessError, NessWarning
+from ness.layers.norms import NormValues
+from ness.statistics.recorder import Forward
+from ness.updates.install import install, uninstall
+from ness.verbs.remainder import Swap, write_all
+from ness.verbs.transitions import updates_of
+
+if TYPE_CHECKING:
+    from ness.guard import NullSpace
+
+
+def remember(guard: NullSpace) -> None:
+    """Keep what no protected layer holds as it is now, for `compare`."""
+    layers = [protected.layer for protected in guard._protected.values()]
+    guard._remainder = guard._remainder.renewed(guard.model, layers, guard._tasks.in_use)
+
+
+def compare(guard: NullSpace, batches: Any, forward: Forward | None) -> Comparison:
+    """See `NullSpace.compare`."""
+    if not guard._protected:
+        raise NessError("compare: nothing was observed yet; call observe(old_inputs) first")
+    layers = [protected.layer for protected in guard._protected.values()]
+    others, unknown = guard._remainder.differences(guard.model, layers, _norms_as_observed(guard))
+    comparison = compare_outputs(guard.model, batches, forward, lambda: _as_observed(guard, others), unknown)
+    if unknown:
+        warnings.warn(f"compare: {comparison.left_out()}", NessWarning, stacklevel=3)
+    return comparison
+
+
+def _norms_as_observed(guard: NullSpace) -> NormValues:
+    """Norms of the task in use, where another one was in use when the model was last observed."""
+    return {} if guard._tasks.in_use == guard._remainder.task else guard._tasks.norms_in_use()
+
+
+@contextmanager
+def _as_observed(guard: NullSpace, others: Sequence[Swap]) -> Iterator[None]:
+    """The model as it was when last observed, with the private part of the task in use.
+
+    `others`: what differs outside the protected layers, each with its old value.
+    """
+    updates = updates_of(guard) if guard.constrained else []
+    before = [(tensor, tensor.detach().clone()) for tensor, _ in others]
+    now = {name: protected.layer.stored() for name, protected in guard._protected.items()}
+    parts = guard._tasks.private_in_use()
+    try:
+        uninstall(updates)
+        write_all(others)
+        for name, protected in guard._protected.items():
+            protected.write(protected.with_private(protected.anchor, parts.get(name)))
+        yield
+    finally:
+        for name, protected in guard._protected.items():
+            protected.write(now[name])
+        write_all(before)
+        uninstall(updates)  # where something broke off half-way
+        install(updates)

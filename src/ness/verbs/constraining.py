@@ -1,0 +1,149 @@
+"""`constrain`, a layer at a time: decompose what was observed, choose, put the updates in place."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
+
+from ness import distributed
+from ness.errors import NessError, NessWarning
+from ness.layers.norms import read_norms
+from ness.rules import Rank, Selection
+from ness.statistics.spectrum import Spectrum
+from ness.updates.install import is_constrained
+from ness.updates.private import capped, check_private
+from ness.updates.update import Form
+from ness.verbs.checks import check_constrain_options
+from ness.verbs.observing import reduce
+from ness.verbs.transitions import enter, updates_of, wear
+
+if TYPE_CHECKING:
+    from ness.guard import NullSpace
+
+
+def constraining(
+    guard: NullSpace, form: Form, max_drift: float | None, task: str | None, private: int, depth: int
+) -> Iterator[str]:
+    """`depth`: how many frames up a warning points, to the caller's own line."""
+    distributed.together(lambda: check_constrain(guard, form, max_drift, task, private))
+    reduce(guard)
+    distributed.together(lambda: _begin_task(guard))
+    spectra: dict[str, Spectrum] = {}
+    if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
+        spectra = distributed.together(lambda: dict(_spectra(guard, private)))
+        yield from spectra
+    else:
+        before = _stamp(guard)
+        for name, spectrum in _spectra(guard, private):
+            spectra[name] = spectrum
+            yield name
+        check_constrain(guard, form, max_drift, task, private)
+        if _stamp(guard) != before:
+            raise NessError(
+                "constraining: the model's weights, or what was observed, changed between two layers, so the "
+                "directions found no longer fit; nothing was constrained. Begin again"
+            )
+    for doubt in _doubts(guard, spectra, private):
+        warnings.warn(doubt, NessWarning, stacklevel=depth)
+    selections = {
+        name: guard._protected[name].living(selection) for name, selection in _selections(guard, spectra).items()
+    }
+    constraints = {
+        name: guard._protected[name].prepare(spectra[name], selection, form, guard.bias)
+        for name, selection in selections.items()
+    }
+    wear(guard, {})
+    for name, constraint in constraints.items():
+        protected = guard._protected[name]
+        protected.constraint = constraint
+        if max_drift is not None and constraint.update is not None:
+            protected.limit_drift(spectra[name], selections[name], max_drift)
+    if not updates_of(guard) and guard.rule != Rank(0):  # which asks for just that
+        warnings.warn(
+            "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=depth
+        )
+    guard._form = form
+    guard._tasks.begin(task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
+    enter(guard)
+
+
+def check_constrain(guard: NullSpace, form: str, max_drift: float | None, task: str | None, private: int) -> None:
+    """Refuse what `constrain` cannot do with this guard and these options now."""
+    check_constrain_options(form, max_drift)
+    check_private(private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
+    if guard.constrained:
+        raise NessError("constrain: already constrained; call merge() or discard() first")
+    if any(is_constrained(module) for module in guard.model.modules()):
+        raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
+    guard._refresh()
+    if not guard._protected and not distributed.active():
+        raise NessError("constrain: nothing was observed yet; call observe(old_inputs) first")
+    if guard.norm == "per_task" and task is None:
+        raise NessError("constrain: norm='per_task' needs the name of the task, constrain(task=NAME)")
+    guard._tasks.check_new(task)
+
+
+def _begin_task(guard: NullSpace) -> None:
+    """What was observed last is a task of its own from now on, in every layer."""
+    if guard.rule.relative:
+        for protected in guard._protected.values():
+            protected.begin_task()
+
+
+def _stamp(guard: NullSpace) -> dict[str, tuple[int, int]]:
+    """What changes when rows are observed or a weight is written, by layer."""
+    return {
+        name: (held.gram.count, sum(p._version for p in (held.layer.weight, held.layer.bias) if p is not None))
+        for name, held in guard._protected.items()
+    }
+
+
+def _spectra(guard: NullSpace, private: int) -> Iterator[tuple[str, Spectrum]]:
+    """Decompose every layer that saw something, beside its private directions; note those that did not."""
+    guard._idle = {name: "saw no input row: frozen" for name in guard._found.layers if name not in guard._protected}
+    found = False
+    for name, protected in guard._protected.items():
+        if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
+            guard._idle[name] = "saw only zeros: frozen"
+            continue
+        found = True
+        if not protected.layer.weight.requires_grad:
+            guard._idle[name] = "its weight has requires_grad=False: frozen, as it was"
+            continue
+        if protected.silent:
+            guard._idle[name] = "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
+            continue
+        decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
+        yield name, decompose(guard.bias, capped(private, protected.layer.fan_in))
+    if not found:
+        raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
+
+
+def _doubts(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
+    """What a caller should know about the layers that are about to be constrained."""
+    known = [(name, guard._protected[name].moments.gram.count, guard._found.layers[name]) for name in spectra]
+    thin = [f"{name!r} ({rows} rows, fan-in {layer.fan_in})" for name, rows, layer in known if rows < layer.fan_in]
+    if thin:
+        yield (
+            f"fewer rows than inputs in {', '.join(thin)}: directions that no row happened to use count as free, "
+            "though old data of the same kind may use them. Observe more"
+        )
+    half = [name for name, _, layer in known if private and layer.weight.dtype.itemsize < 4]
+    if half:
+        yield (
+            f"private parts of half-precision weights ({', '.join(half)}): each use() rounds W + B Kᵀ to half "
+            "precision anew. They are promised for float32 weights"
+        )
+
+
+def _selections(guard: NullSpace, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+    """Rank 0's directions and choice on every rank: equal matrices have equal spectra, not equal eigenvectors."""
+    if distributed.active():
+        for spectrum in spectra.values():
+            distributed.from_rank_zero_(spectrum.tensors())
+    chosen = guard.rule.select(spectra)
+    if distributed.active():
+        for selection in chosen.values():
+            distributed.from_rank_zero_([selection.weights, selection.threshold])
+    return chosen

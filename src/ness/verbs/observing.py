@@ -1,0 +1,90 @@
+"""A guard that observes: layers under watch, books that are opened for them, sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from ness import distributed
+from ness._precision import ordinary_tensors
+from ness.errors import NessError
+from ness.statistics.moments import Moments
+from ness.statistics.recorder import Recorder, watching
+from ness.updates.install import is_constrained
+from ness.updates.layer_state import Protected
+from ness.verbs.comparing import remember
+
+if TYPE_CHECKING:
+    from ness.guard import NullSpace
+
+
+@contextmanager
+def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
+    """Watch every layer inside the `with`; what was observed is complete at its end, whole passes alone."""
+    if guard.constrained or any(is_constrained(module) for module in guard.model.modules()):
+        raise NessError("observe: the model is constrained; call merge() or discard() first")
+    guard._refresh()
+    guard._tasks.name_observed(task)
+    with ordinary_tensors():
+        for protected in guard._protected.values():
+            protected.settle()
+    known = set(guard._protected)
+    recorder = Recorder(lambda name: ledger(guard, name), guard.statistics_dtype)
+    try:
+        with watching(guard.model, guard._found.layers.values(), recorder.record):
+            yield recorder
+        recorder.check()
+    except BaseException as error:
+        try:
+            recorder.check()
+        except NessError as problem:
+            error.add_note(str(problem))
+        raise
+    finally:
+        unseen = [name for name, held in guard._protected.items() if name not in known and held.gram.count == 0]
+        for name in unseen:
+            del guard._protected[name]
+        with ordinary_tensors():
+            for protected in guard._protected.values():
+                protected.absorb()
+            remember(guard)
+
+
+def device_of_books(guard: NullSpace, name: str) -> torch.device:
+    """Where the statistics of a layer live."""
+    if name in guard._protected:
+        return guard._protected[name].anchor.device
+    return guard.statistics_device or guard._found.layers[name].weight.device
+
+
+def ledger(guard: NullSpace, name: str) -> Moments:
+    """Where new rows of a layer are added."""
+    if name not in guard._protected:
+        protect(guard, [name])
+    return guard._protected[name].ledger()
+
+
+def protect(guard: NullSpace, names: Iterable[str]) -> None:
+    """Open the books of layers that are seen for the first time, in the model's order on every rank."""
+    new = {
+        name: Protected(guard._found.layers[name], device_of_books(guard, name), guard.rule.relative)
+        for name in names
+        if name not in guard._protected
+    }
+    every = guard._protected | new
+    guard._protected = {name: every[name] for name in guard._found.layers if name in every}
+
+
+def reduce(guard: NullSpace) -> None:
+    """Bring the statistics of all ranks together; a layer that only others saw is known here from now on."""
+    waiting = any(protected.pending is not None for protected in guard._protected.values())
+    if not distributed.active() or not distributed.total(int(waiting)):
+        return
+    protect(guard, (name for name in guard._found.layers if distributed.total(int(name in guard._protected))))
+    for protected in guard._protected.values():
+        protected.reduce()
+    if guard._remainder.task is None:  # this rank has not observed itself
+        remember(guard)
