@@ -18,8 +18,8 @@ import torch
 import ness
 from folders import files_of, guard_of, refused, small
 from ness import _files
-from ness.storage import manifest as manifests
 from ness.storage import folder
+from ness.storage import manifest as manifests
 from ness.storage.folder import MANIFEST, load_folder, save_folder
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
