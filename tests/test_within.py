@@ -342,7 +342,7 @@ def test_the_next_threshold_follows_what_the_last_update_did() -> None:
     for _ in range(3):
         guard.observe(torch.randn(200, 30, dtype=torch.float64))
         guard.constrain()
-        found = guard._protected["layer"].books()
+        found = guard._protected["layer"].budget()
         assert found is not None
         books.append(found)
         update = guard.parameters()[0]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, backbone
+from ness.lab.methods.base import Context, Method, MethodSpec, TaskData, backbone
 from ness.lab.networks.norms import hold_statistics
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch
@@ -45,7 +45,7 @@ class Anchor(Method):
         self.own: AnchorSettings = context.own
         self.anchor: list[Tensor] = []  # θ*, empty in the first task
 
-    def train_mode(self, lesson: Lesson) -> None:
+    def train_mode(self, lesson: TaskData) -> None:
         """Stored BatchNorm statistics are no parameters, so no penalty holds them: keep the first task's."""
         self.model.train()
         if lesson.task > 0:
@@ -58,7 +58,7 @@ class Anchor(Method):
             loss = loss + penalty(list(backbone(self.model)), self.anchor, self.own.pull)
         return loss
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Between tasks anything goes; what is returned here stands in the run's record."""
         weights = [parameter.detach().clone() for parameter in backbone(self.model)]
         moved = [float((new - old).norm()) for new, old in zip(weights, self.anchor, strict=False)]

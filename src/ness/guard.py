@@ -24,7 +24,7 @@ from ness.statistics.gram import Gram
 from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
 from ness.storage.folder import load_folder, save_folder, write_state_dict
 from ness.tasks import Tasks
-from ness.updates.layer_state import Protected
+from ness.updates.layer_state import LayerState
 from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
@@ -92,7 +92,7 @@ class NullSpace:
         self.statistics_dtype = statistics_dtype
         self._found = discover(model, self.include, self.exclude)
         self._shape = shape_of(model)
-        self._protected: dict[str, Protected] = {}
+        self._protected: dict[str, LayerState] = {}
         self._remainder = Remainder()  # everything else, as it was when last observed
         self._tasks = Tasks()
         self._phase: Literal["open", "constrained", "merged"] = "open"

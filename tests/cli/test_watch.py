@@ -9,7 +9,7 @@ from ness.cli.main import main
 from ness.cli.watch import screen
 from ness.lab.runs import queue
 from ness.lab.runs.history import History
-from ness.lab.runs.queue import Asked
+from ness.lab.runs.queue import RunRequest
 from ness.lab.runs.status import Standing
 
 
@@ -20,9 +20,9 @@ def _known(monkeypatch, tmp_path: Path) -> None:
 
 
 def test_what_is_done_runs_and_is_left() -> None:
-    runs = [Standing(Asked("f", "b", "ness", "fixed lr=1", seed, 2, 4), "waiting") for seed in range(9)]
+    runs = [Standing(RunRequest("f", "b", "ness", "fixed lr=1", seed, 2, 4), "waiting") for seed in range(9)]
     past = History(((90.0,),), (4,), (8.0,), 2, 81.25, 0.0)
-    runs.append(Standing(Asked("f", "b", "ness", "fixed", 9, 2, 4), "running", past, spent=12.0))
+    runs.append(Standing(RunRequest("f", "b", "ness", "fixed", 9, 2, 4), "running", past, spent=12.0))
     shown = screen(runs, height=12).splitlines()
     assert shown[0] == "0 of 10 runs done ██░░░░░░░░░░░░░░░░░░ 1 running, 9 waiting, about 2 min 28 s to go"
     assert shown[4].split() == [

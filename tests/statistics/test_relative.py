@@ -20,7 +20,7 @@ from ness.statistics.relative import (
     shrink,
     solve_threshold,
     spending_limit,
-    travelled,
+    update_ratio,
 )
 
 energies = st.lists(st.floats(0, 1e6), min_size=1, max_size=40)
@@ -98,7 +98,7 @@ class Course:
         self.relative.move_anchor_(self.weight - self.anchor)
         self.anchor = self.weight.clone()
         if new_task:
-            self.relative.fold_()
+            self.relative.close_task()
             self.kept.append([])
         x = scale * self.normal(self.weight.shape[0], rows, 5)
         rows = self.relative.newest().no_rows()
@@ -128,7 +128,7 @@ def test_the_exact_total_equals_the_one_from_kept_rows(seed: int, tasks: int, pa
         total = course.relative.total(course.weight - course.anchor)
         assert total == pytest.approx(sum(drifts), rel=1e-9)
         assert max(drifts) <= total * (1 + 1e-9)
-        course.relative.fold_()
+        course.relative.close_task()
 
 
 @given(seed=st.integers(0, 10_000), size=st.floats(1e-4, 3), room=st.floats(0, 0.5))
@@ -143,7 +143,7 @@ def test_merged_weights_are_shrunk_to_the_limit_after_rounding(
         course.observe(20, 1.0, new_task=True)
         course.wander(0.02)
         course.weight = course.weight.to(dtype).double()
-    course.relative.fold_()
+    course.relative.close_task()
     stored, anchor, folded = course.weight.to(dtype), course.anchor.to(dtype), course.relative.folded
     wanted = course.weight + size * course.normal(*course.weight.shape)
     start = course.relative.total(course.weight - course.anchor)
@@ -164,7 +164,7 @@ def test_the_course_of_an_update_is_the_quadratic_it_is_taken_for() -> None:
     for _ in range(3):
         course.observe(9, 1.0, new_task=True)
         course.wander(0.3)
-    course.relative.fold_()
+    course.relative.close_task()
     base, step = course.weight - course.anchor, course.normal(*course.weight.shape)
     square, slope, start = along(course.relative.folded, base, step)
     for c in (0.0, 0.3, 1.0):
@@ -179,13 +179,13 @@ def test_outputs_of_zero_have_no_fraction() -> None:
     assert relative_weight(course.relative.newest()) is None
     assert course.relative.total(torch.zeros_like(course.weight)) == 0
     assert course.relative.total(torch.ones_like(course.weight)) == math.inf
-    course.relative.fold_()
+    course.relative.close_task()
     assert course.relative.silent
     assert not bool(course.relative.gram.any())
 
     empty = Course(5)
     empty.observe(6, 0.0, new_task=True)
-    empty.relative.fold_()
+    empty.relative.close_task()
     assert not empty.relative.silent
     assert math.isfinite(empty.relative.total(torch.ones_like(empty.weight)))
 
@@ -195,13 +195,13 @@ def test_outputs_of_zero_have_no_fraction() -> None:
 def test_the_measured_strength_is_that_of_the_update(seed: int, strength: float) -> None:
     course = Course(seed)
     course.observe(30, 1.0, new_task=True)
-    course.relative.fold_()
+    course.relative.close_task()
     basis = torch.linalg.qr(course.normal(1, 5, 5)).Q[..., :3]
     column = 0.7
     coefficients = course.normal(1, 3, 3)
     coefficients *= strength * column**0.5 / coefficients.norm(dim=1, keepdim=True)  # columns as long as asked
     diagonal = (basis.mT @ course.relative.gram @ basis).diagonal(dim1=1, dim2=2)
-    found = travelled(course.relative.gram, basis, coefficients @ basis.mT, column)
+    found = update_ratio(course.relative.gram, basis, coefficients @ basis.mT, column)
     assert found is not None
     cross = 2 * sum(
         float(
@@ -211,4 +211,4 @@ def test_the_measured_strength_is_that_of_the_update(seed: int, strength: float)
         for j in range(i)
     )
     assert found == pytest.approx(strength**2 + cross / (column * float(diagonal.sum())), rel=1e-9, abs=1e-9)
-    assert travelled(torch.zeros_like(course.relative.gram), basis, coefficients @ basis.mT, column) is None
+    assert update_ratio(torch.zeros_like(course.relative.gram), basis, coefficients @ basis.mT, column) is None

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import ness
-from ness.statistics.spectrum import decompose, reach, selected_sigma, spectral_norm
+from ness.statistics.spectrum import decompose, restricted_sigma, selected_sigma, spectral_norm
 
 
 @given(d=st.integers(1, 30), n=st.integers(0, 40), groups=st.integers(1, 3), seed=st.integers(0, 999))
@@ -108,7 +108,7 @@ def test_reach_bounds_every_row_on_the_eigenvectors_of_another_gram(d: int, n: i
     spectrum = decompose(others.mT @ others)
     weights = torch.rand(groups, d, dtype=torch.float64) * (torch.rand(groups, d) < 0.7)
     basis, update = spectrum.directions * weights.unsqueeze(-2), torch.randn(groups, 4, d, dtype=torch.float64)
-    sigma = reach(rows.mT @ rows, basis)
+    sigma = restricted_sigma(rows.mT @ rows, basis)
     moved = (rows @ basis @ update.mT).norm(dim=-1)
     assert bool((moved <= (sigma * spectral_norm(update)).unsqueeze(-1) * (1 + 1e-9)).all())
     assert torch.allclose(sigma, torch.linalg.matrix_norm(rows @ basis, ord=2), atol=1e-6)  # and no looser than that
@@ -121,8 +121,12 @@ def test_reach_is_the_selected_sigma_where_the_basis_is_the_grams_own() -> None:
     weights = torch.rand(2, 8, dtype=torch.float64)
     weights[1] = 0
     basis = spectrum.directions * weights.unsqueeze(-2)
-    assert torch.allclose(reach(rows.mT @ rows, basis), selected_sigma(spectrum, weights))
-    assert reach(rows.mT @ rows, basis[..., :0]).tolist() == [0, 0]
+    assert torch.allclose(restricted_sigma(rows.mT @ rows, basis), selected_sigma(spectrum, weights))
+    assert restricted_sigma(rows.mT @ rows, basis[..., :0]).tolist() == [0, 0]
     null = torch.zeros(1, 3, 1, dtype=torch.float64)
     null[0, 2] = 1
-    assert 0 < float(reach(torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)).unsqueeze(0), null)) < 1e-6
+    assert (
+        0
+        < float(restricted_sigma(torch.diag(torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)).unsqueeze(0), null))
+        < 1e-6
+    )

@@ -13,7 +13,7 @@ from torch import nn
 
 import ness
 from helpers import ZOO, ResNetLike, low_rank, named, train
-from ness.updates.layer_state import Protected
+from ness.updates.layer_state import LayerState
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 
@@ -239,15 +239,15 @@ def test_a_merge_that_broke_off_can_be_repeated(monkeypatch: pytest.MonkeyPatch)
     train(model, torch.optim.SGD(guard.parameters(), lr=0.1), new, steps=2)
     with torch.no_grad():
         trained = model(new)
-    finish, calls = Protected.finish, []
+    finish, calls = LayerState.finish, []
 
-    def out_of_memory(self: Protected, *args: Any, **kwargs: Any) -> None:
+    def out_of_memory(self: LayerState, *args: Any, **kwargs: Any) -> None:
         calls.append(1)
         if len(calls) == 2:
             raise MemoryError
         finish(self, *args, **kwargs)
 
-    monkeypatch.setattr(Protected, "finish", out_of_memory)
+    monkeypatch.setattr(LayerState, "finish", out_of_memory)
     with pytest.raises(MemoryError):
         guard.merge()
     guard.merge()

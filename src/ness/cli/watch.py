@@ -16,7 +16,7 @@ from rich.text import Text
 
 from ness.cli.main import WrongUse
 from ness.errors import NessError
-from ness.lab.runs.status import Standing, State, Watched, time_left
+from ness.lab.runs.status import Standing, State, StatusMonitor, time_left
 from ness.report.formats import HEADER as HEAD_OF_TABLE
 from ness.report.formats import aligned, cells
 from ness.report.number_format import duration
@@ -50,7 +50,7 @@ def main(argv: list[str]) -> int:
         raise WrongUse(f"--every is {own.every:g}, expected seconds above 0")
     if not own.runs.is_dir():
         raise NessError(f"{own.runs} is no folder; expected the one that ness run or ness table writes to (--out)")
-    watched = Watched(own.runs, is_result)
+    watched = StatusMonitor(own.runs, is_result)
     console = Console(file=sys.stdout)
     if own.once or not console.is_terminal:
         sys.stdout.write(screen(watched.look()))

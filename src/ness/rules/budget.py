@@ -36,10 +36,10 @@ class Within(Rule):
     in the certificate). `constrain(max_drift=...)` holds the same figure at every step.
 
     >>> from dataclasses import replace
-    >>> from ness.statistics.relative import Books
+    >>> from ness.statistics.relative import BudgetInfo
     >>> from ness.statistics.spectrum import decompose
     >>> gram = torch.diag(torch.tensor([9.0, 16.0, 0.0], dtype=torch.float64)).unsqueeze(0)
-    >>> spectrum = replace(decompose(gram), books=Books(task=1, spent=0.0, column=0.001, travel=None))
+    >>> spectrum = replace(decompose(gram), budget=BudgetInfo(task=1, spent=0.0, column=0.001, travel=None))
     >>> Within(0.2).select({"fc": spectrum})["fc"]  # 0.001 · (9 + 11) = 0.2² · 1/2
     Selection(weights=tensor([[1.0000, 1.0000, 0.8292]], ...), threshold=tensor([3.3166], ...))
     """
@@ -76,16 +76,16 @@ class Within(Rule):
         """One τ a layer, for all its groups, with ρ²‖W‖²/d · Σ min(σ_i², τ²) = what is left of the limit."""
         chosen = {}
         for layer, spectrum in spectra.items():
-            sigma, books = spectrum.sigma, spectrum.books
-            if books is None:
+            sigma, info = spectrum.sigma, spectrum.budget
+            if info is None:
                 raise NessError(
-                    f"Within: layer {layer!r} has a plain spectrum; expected one with books (NullSpace gives it)"
+                    f"Within: layer {layer!r} has a plain spectrum; expected one with info (NullSpace gives it)"
                 )
-            allowance = self.limit(books.task) - books.spent
+            allowance = self.limit(info.task) - info.spent
             if allowance <= 0:
                 chosen[layer] = Selection(torch.zeros_like(sigma), torch.zeros_like(sigma[:, 0]))
                 continue
-            unit = books.column * (self.strength**2 if books.travel is None else books.travel)
+            unit = info.column * (self.strength**2 if info.travel is None else info.travel)
             target = allowance / unit if unit > 0 else float("inf")
             threshold = torch.full_like(sigma[:, 0], solve_threshold(sigma.square(), target))
             free = at_most(sigma, threshold)

@@ -24,7 +24,7 @@ ROUNDING_STEPS = (0.0, 1e-6, 1e-4, 1e-2, 0.5, 1.0)
 
 
 @dataclass(frozen=True)
-class Books:
+class BudgetInfo:
     """What a layer tells a relative rule besides its spectrum, which is then that of Σ C_j / E_j."""
 
     task: int  # n: the task that begins is the n-th one constrained
@@ -39,7 +39,7 @@ class Relative:
 
     folded: Moments  # of finished tasks, each divided by its own E_j; its energy is their number
     fresh: Moments | None = None  # of the newest task, undivided
-    travel: float | None = None  # see Books
+    travel: float | None = None  # see BudgetInfo
     silent: bool = False  # some task's rows all gave 0: no fraction of nothing is a change, so the layer stays as it is
 
     @property
@@ -53,7 +53,7 @@ class Relative:
             self.fresh = self.folded.no_rows()
         return self.fresh
 
-    def fold_(self) -> None:
+    def close_task(self) -> None:
         """The newest task is over: divide its moments by its energy, and add them to the others'."""
         if self.fresh is None:
             return
@@ -161,7 +161,7 @@ def shrink(moments: Moments, anchor: Tensor, stored: Tensor, wanted: Tensor, lim
     raise AssertionError("the last step is the share 0")
 
 
-def travelled(relative: Tensor, basis: Tensor, step: Tensor, column: float) -> float | None:
+def update_ratio(relative: Tensor, basis: Tensor, step: Tensor, column: float) -> float | None:
     """ρ² of an update ΔW on a basis B: tr(ΔW R ΔWᵀ) over what columns as long as W's mean one would have given.
 
     None where the update could not move any old output, so that nothing was measured.

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.statistics.relative import Books
+from ness.statistics.relative import BudgetInfo
 
 FLOAT64_EPSILON = torch.finfo(torch.float64).eps
 
@@ -30,7 +30,7 @@ class Spectrum:
     outputs: int  # output units a group: parameters that one direction costs
     private: Tensor | None = None  # K, (groups, d, k), orthonormal and orthogonal to Q
     whole: Tensor | None = None  # σ of all of X, (groups, d) ascending, where it is not `sigma`
-    books: Books | None = None  # for a relative rule: it is then the spectrum of Σ C_j / E_j
+    budget: BudgetInfo | None = None  # for a relative rule: it is then the spectrum of Σ C_j / E_j
 
     @property
     def every_sigma(self) -> Tensor:
@@ -133,14 +133,14 @@ def selected_sigma(spectrum: Spectrum, weights: Tensor) -> Tensor:
     return torch.where(anything, torch.maximum(largest, spectrum.noise), torch.zeros_like(largest))
 
 
-def reach(gram: Tensor, basis: Tensor) -> Tensor:
+def restricted_sigma(gram: Tensor, basis: Tensor) -> Tensor:
     """σ_sel = √λ_max(Bᵀ C B) of each group (groups,), for a basis B (groups, d, r) with ‖B‖₂ ≤ 1.
 
     ‖A Bᵀ x‖ ≤ ‖A‖₂ √λ_max(Bᵀ C B) for every row x of C, also where B does not diagonalise C, as eigenvectors of
     another Gram do not. Never below what float64 can resolve of C.
 
     >>> gram = torch.diag(torch.tensor([9.0, 16.0, 0.0], dtype=torch.float64)).unsqueeze(0)
-    >>> reach(gram, torch.tensor([[[0.6], [0.8], [0.0]]], dtype=torch.float64))  # √(9 · .36 + 16 · .64)
+    >>> restricted_sigma(gram, torch.tensor([[[0.6], [0.8], [0.0]]], dtype=torch.float64))  # √(9 · .36 + 16 · .64)
     tensor([3.6715], dtype=torch.float64)
     """
     if basis.shape[-1] == 0:

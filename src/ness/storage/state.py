@@ -17,7 +17,7 @@ from ness.statistics.moments import Moments
 from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
 from ness.updates.constraint import Constraint, Figures
-from ness.updates.layer_state import Protected
+from ness.updates.layer_state import LayerState
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.update import Projector, Update
 from ness.verbs.remainder import Remainder
@@ -69,7 +69,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
     return tensors, manifest
 
 
-def _pack_layer(protected: Protected, tensors: Tensors) -> dict[str, Any]:
+def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
     layer, at = protected.layer, f"layers/{protected.layer.name}"
     tensors |= _pack_moments(protected.moments, at)
     if protected.pending is not None:
@@ -115,7 +115,7 @@ def _describe_relative(relative: Relative) -> dict[str, Any]:
     }
 
 
-def _shape(protected: Protected) -> dict[str, Any]:
+def _shape(protected: LayerState) -> dict[str, Any]:
     layer = protected.layer
     return {"kind": layer.kind, "groups": layer.groups, "outputs": layer.outputs, "width": layer.width}
 
@@ -212,11 +212,11 @@ def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
     return {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
 
 
-def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Protected:
+def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerState:
     layer = guard._found.layers.get(name)
     if layer is None:
         raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
-    protected = Protected(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
+    protected = LayerState(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
@@ -250,7 +250,7 @@ def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[i
     return tensors[key]
 
 
-def _moments(protected: Protected, tensors: Mapping[str, Tensor], at: str, count: int, calls: int) -> Moments:
+def _moments(protected: LayerState, tensors: Mapping[str, Tensor], at: str, count: int, calls: int) -> Moments:
     like = protected.moments
     device = protected.anchor.device
     return Moments(
@@ -262,7 +262,7 @@ def _moments(protected: Protected, tensors: Mapping[str, Tensor], at: str, count
     )
 
 
-def _private_part(protected: Protected, tensors: Mapping[str, Tensor], at: str, width: int) -> PrivatePart:
+def _private_part(protected: LayerState, tensors: Mapping[str, Tensor], at: str, width: int) -> PrivatePart:
     layer, device = protected.layer, protected.anchor.device
     coefficients = _tensor(tensors, f"{at}/coefficients", (layer.groups, layer.outputs, width))
     coefficients = coefficients.to(layer.weight.device, copy=True)
@@ -276,7 +276,7 @@ def _private_part(protected: Protected, tensors: Mapping[str, Tensor], at: str, 
 
 
 def _relative(
-    protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any] | None
+    protected: LayerState, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any] | None
 ) -> Relative | None:
     if (entry is None) != (protected.relative is None):
         found, wanted = ("no", "needs it") if entry is None else ("each", "has no use for it")
@@ -291,7 +291,7 @@ def _relative(
     return Relative(folded, fresh, entry["travel"], bool(entry["silent"]))
 
 
-def _constraint(protected: Protected, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:
+def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:
     layer, device = protected.layer, protected.anchor.device
     groups = (layer.groups,)
     tau, sigma = (_tensor(tensors, f"{at}/{key}", groups).to(device) for key in ("tau", "sigma"))

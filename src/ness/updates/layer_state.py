@@ -15,14 +15,14 @@ from ness.layers import Layer
 from ness.rules import Rule, Selection
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
-from ness.statistics.relative import Books, Relative, shrink, travelled
-from ness.statistics.spectrum import Spectrum, decompose, reach, selected_sigma, spectral_norm
+from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
+from ness.statistics.spectrum import Spectrum, decompose, restricted_sigma, selected_sigma, spectral_norm
 from ness.updates.constraint import Constraint, Figures
 from ness.updates.private import PrivatePart, columns_in_training, decompose_beside
 from ness.updates.update import Form, Projector, Update, cheapest_way
 
 
-class Protected:
+class LayerState:
     """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far."""
 
     def __init__(self, layer: Layer, device: torch.device, relative: bool = False) -> None:
@@ -58,7 +58,7 @@ class Protected:
         """D = W − W_a (groups, o, width) in float64, of the shared weights as they are now."""
         return self.running().to(self.anchor.device) - self.anchor.to(torch.float64)
 
-    def settle(self) -> None:
+    def rebase_anchor(self) -> None:
         """Move the anchor to the weights as they are now, so that new rows drift from here."""
         now = self.shared_weights().to(self.anchor.device)
         change = now.to(torch.float64) - self.anchor.to(torch.float64)
@@ -69,7 +69,7 @@ class Protected:
             self.relative.move_anchor_(change)
         self.anchor = now
 
-    def ledger(self) -> Moments:
+    def accumulator(self) -> Moments:
         """Where new rows are added: straight to the moments, or where several are to have them to what is pending."""
         if not distributed.active() and self.relative is None:
             return self.moments
@@ -77,7 +77,7 @@ class Protected:
             self.pending = self._no_rows()
         return self.pending
 
-    def absorb(self) -> None:
+    def commit_pending(self) -> None:
         """What was observed is complete: among one process alone every moment takes it."""
         if self.pending is None or distributed.active():
             return
@@ -94,7 +94,7 @@ class Protected:
 
         Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
         """
-        self.settle()
+        self.rebase_anchor()
         pending = self.pending or self._no_rows()
         distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
         pending.gram.count = distributed.total(pending.gram.count)
@@ -112,7 +112,7 @@ class Protected:
                 f"constrain: layer {self.layer.name!r} was observed under another rule, which keeps no task's own "
                 "drift; make a guard with this rule and observe again"
             )
-        self.relative.fold_()
+        self.relative.close_task()
 
     def scale(self, bias: str) -> Tensor:
         """Diagonal of S (width,): 1 for inputs; for a bias the RMS of the inputs, or 0 where biases are frozen.
@@ -150,7 +150,7 @@ class Protected:
             found = decompose_beside(gram, held, private, *about, norms=self.relative is None)
         else:
             found = decompose(gram, self.layer.outputs, self.layer.name)
-        return replace(found, books=self.books())
+        return replace(found, budget=self.budget())
 
     def _scaled(self, gram: Tensor, bias: str) -> Tensor:
         """S C S."""
@@ -165,14 +165,14 @@ class Protected:
         if private:
             whole = room(groups, width) if self.relative is None else None
             spectrum = replace(spectrum, private=room(groups, width, private), whole=whole)
-        return replace(spectrum, outputs=self.layer.outputs, books=self.books())
+        return replace(spectrum, outputs=self.layer.outputs, budget=self.budget())
 
-    def books(self) -> Books | None:
+    def budget(self) -> BudgetInfo | None:
         """What a relative rule is told besides the spectrum."""
         if self.relative is None:
             return None
         spent = self.relative.total(self.change())
-        return Books(self.merges + 1, spent, self._mean_column(), self.relative.travel)
+        return BudgetInfo(self.merges + 1, spent, self._mean_column(), self.relative.travel)
 
     def _mean_column(self) -> float:
         """‖W‖_F² / d over all groups, the bias not counted."""
@@ -182,7 +182,7 @@ class Protected:
     def _free_width(self, bias: str) -> int:
         return self.layer.width if bias == "constrain" else self.layer.fan_in
 
-    def living(self, selection: Selection) -> Selection:
+    def drop_dead_groups(self, selection: Selection) -> Selection:
         """The selection without groups that saw only zeros: nothing is known of them, so nothing of them is free."""
         alive = (self.group_energy() > 0).to(selection.weights)
         return Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
@@ -199,7 +199,11 @@ class Protected:
         chosen = self._columns(q * s.unsqueeze(-2), s > 0)
         basis = torch.cat([chosen, k], dim=-1) * scale.unsqueeze(-1)
         plain = self.relative is None  # else Q diagonalises R, not the Gram that the bound is about
-        sigma = selected_sigma(spectrum, s) if plain else reach(self._scaled(self.moments.gram.matrix, bias), chosen)
+        sigma = (
+            selected_sigma(spectrum, s)
+            if plain
+            else restricted_sigma(self._scaled(self.moments.gram.matrix, bias), chosen)
+        )
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         rows = self.moments.gram.count / max(1, self.moments.calls)
         way = cheapest_way(form, layer, rows, basis.shape[-1])
@@ -333,7 +337,7 @@ class Protected:
         wide = matrix.to(weight.device, torch.float64)
         return (wide + part.delta(self.directions, weight.device)).to(weight.dtype)
 
-    def wear(self, part: PrivatePart | None) -> None:
+    def apply_private(self, part: PrivatePart | None) -> None:
         """Put a private part into the weights in place of the one that is there; None: the shared weights."""
         if self.part is not None:
             self.write(self.shared_weights())
@@ -353,7 +357,7 @@ class Protected:
         device, stored = self.anchor.device, self.layer.stored().to(self.anchor.device)
         update = self.constraint.update
         weights, basis = weights.to(device), update.basis[..., : update.shared].to(device, torch.float64)
-        measured = travelled(self.relative.gram, basis, weights - stored.to(torch.float64), self._mean_column())
+        measured = update_ratio(self.relative.gram, basis, weights - stored.to(torch.float64), self._mean_column())
         self.relative.travel = rule.expect(self.relative.travel, measured)
         return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
 

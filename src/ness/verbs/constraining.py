@@ -16,7 +16,7 @@ from ness.updates.private import capped, check_private
 from ness.updates.update import Form
 from ness.verbs.checks import check_constrain_options
 from ness.verbs.observing import reduce
-from ness.verbs.transitions import enter, updates_of, wear
+from ness.verbs.transitions import apply_private, enter, updates_of
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
@@ -44,16 +44,17 @@ def constraining(
                 "constraining: the model's weights, or what was observed, changed between two layers, so the "
                 "directions found no longer fit; nothing was constrained. Begin again"
             )
-    for doubt in _doubts(guard, spectra, private):
+    for doubt in _warnings(guard, spectra, private):
         warnings.warn(doubt, NessWarning, stacklevel=depth)
     selections = {
-        name: guard._protected[name].living(selection) for name, selection in _selections(guard, spectra).items()
+        name: guard._protected[name].drop_dead_groups(selection)
+        for name, selection in _selections(guard, spectra).items()
     }
     constraints = {
         name: guard._protected[name].prepare(spectra[name], selection, form, guard.bias)
         for name, selection in selections.items()
     }
-    wear(guard, {})
+    apply_private(guard, {})
     for name, constraint in constraints.items():
         protected = guard._protected[name]
         protected.constraint = constraint
@@ -120,7 +121,7 @@ def _spectra(guard: NullSpace, private: int) -> Iterator[tuple[str, Spectrum]]:
         raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
 
 
-def _doubts(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
+def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
     """What a caller should know about the layers that are about to be constrained."""
     known = [(name, guard._protected[name].moments.gram.count, guard._found.layers[name]) for name in spectra]
     thin = [f"{name!r} ({rows} rows, fan-in {layer.fan_in})" for name, rows, layer in known if rows < layer.fan_in]

@@ -14,7 +14,7 @@ from ness.errors import NessError
 from ness.statistics.moments import Moments
 from ness.statistics.recorder import Recorder, watching
 from ness.updates.install import is_constrained
-from ness.updates.layer_state import Protected
+from ness.updates.layer_state import LayerState
 from ness.verbs.comparing import remember
 
 if TYPE_CHECKING:
@@ -30,9 +30,9 @@ def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
     guard._tasks.name_observed(task)
     with ordinary_tensors():
         for protected in guard._protected.values():
-            protected.settle()
+            protected.rebase_anchor()
     known = set(guard._protected)
-    recorder = Recorder(lambda name: ledger(guard, name), guard.statistics_dtype)
+    recorder = Recorder(lambda name: accumulator(guard, name), guard.statistics_dtype)
     try:
         with watching(guard.model, guard._found.layers.values(), recorder.record):
             yield recorder
@@ -49,7 +49,7 @@ def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
             del guard._protected[name]
         with ordinary_tensors():
             for protected in guard._protected.values():
-                protected.absorb()
+                protected.commit_pending()
             remember(guard)
 
 
@@ -60,17 +60,17 @@ def device_of_books(guard: NullSpace, name: str) -> torch.device:
     return guard.statistics_device or guard._found.layers[name].weight.device
 
 
-def ledger(guard: NullSpace, name: str) -> Moments:
+def accumulator(guard: NullSpace, name: str) -> Moments:
     """Where new rows of a layer are added."""
     if name not in guard._protected:
         protect(guard, [name])
-    return guard._protected[name].ledger()
+    return guard._protected[name].accumulator()
 
 
 def protect(guard: NullSpace, names: Iterable[str]) -> None:
     """Open the books of layers that are seen for the first time, in the model's order on every rank."""
     new = {
-        name: Protected(guard._found.layers[name], device_of_books(guard, name), guard.rule.relative)
+        name: LayerState(guard._found.layers[name], device_of_books(guard, name), guard.rule.relative)
         for name in names
         if name not in guard._protected
     }

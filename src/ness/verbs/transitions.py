@@ -60,10 +60,10 @@ def leave(guard: NullSpace) -> None:
     guard._flags = []
 
 
-def wear(guard: NullSpace, parts: Mapping[str, PrivatePart]) -> None:
+def apply_private(guard: NullSpace, parts: Mapping[str, PrivatePart]) -> None:
     """Private parts into the weights, in place of those that are there."""
     for name, protected in guard._protected.items():
-        protected.wear(parts.get(name))
+        protected.apply_private(parts.get(name))
 
 
 def merge(guard: NullSpace) -> None:
@@ -89,7 +89,7 @@ def merge(guard: NullSpace) -> None:
     for name, protected in guard._protected.items():
         protected.finish(merged.get(name), guard.rule, keep_directions=not own)
     guard._tasks.finish(read_norms(guard._found.norms) if guard.norm == "per_task" else {}, parts)
-    wear(guard, parts)
+    apply_private(guard, parts)
     guard._phase = "merged"
 
 
@@ -102,7 +102,7 @@ def discard(guard: NullSpace) -> None:
     if guard.norm == "per_task":
         write_norms(guard._found.norms, guard._tasks.norms_in_use())
     guard._tasks.abandon()
-    wear(guard, guard._tasks.private_in_use())
+    apply_private(guard, guard._tasks.private_in_use())
     guard._phase = "open"
 
 
@@ -114,4 +114,4 @@ def use(guard: NullSpace, task: str | None) -> None:
     values = guard._tasks.norms_in_use()
     if values:
         write_norms(guard._found.norms, values)
-    wear(guard, guard._tasks.private_in_use())
+    apply_private(guard, guard._tasks.private_in_use())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import tiny
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, clear
+from ness.lab.methods.base import Context, Method, MethodSpec, TaskData, clear
 from ness.lab.runs import checkpoint
 from ness.lab.training.loader import Batch, Samples
 from ness.lab.training.losses import cross_entropy
@@ -29,7 +29,7 @@ class Projecting(Method):
             weight.grad -= weight.grad @ self.basis["fc"] @ self.basis["fc"].T
             self.model.norm.weight.grad = self.model.norm.bias.grad = None
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         index = torch.randperm(len(lesson.train), generator=self.context.random.method)[:20]
         seen: list[Tensor] = []
         hook = self.model.fc.register_forward_hook(lambda module, inputs, output: seen.append(inputs[0]))
@@ -54,7 +54,7 @@ class Scaling(Method):
         super().__init__(context)
         self.scales: list[nn.Parameter] = []
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         loss = cross_entropy(
             self.model(lesson.train.take(torch.arange(20)).images, lesson.task),
             Batch(torch.empty(0), lesson.train.labels[:20], lesson.task),
@@ -62,7 +62,7 @@ class Scaling(Method):
         torch.autograd.grad(loss, self.model.fc.weight)  # the first gradient on the new task's data
         self.scales.append(nn.Parameter(torch.ones(36)))
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         return [*super().parameters(lesson), self.scales[lesson.task]]
 
     def logits(self, batch: Batch) -> Tensor:
@@ -84,7 +84,7 @@ class Replaying(Method):
         super().__init__(context)
         self.memory: list[Samples] = []
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         return list(self.model.parameters())
 
     def gradients(self, batch: Batch, trained, *, sam: bool) -> Tensor:
@@ -96,7 +96,7 @@ class Replaying(Method):
         loss.backward()
         return loss
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         train = lesson.train
         self.memory.append(Samples(train.images[:10], train.labels[:10], train.task, train.mean, train.std))
         return {}
@@ -124,7 +124,7 @@ class Gated(Method):
         self.gate: Tensor | None = None
         self.model.fc.register_forward_hook(lambda module, inputs, output: output * self.gate)
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         return [*super().parameters(lesson), self.embeddings[lesson.task]]
 
     def logits(self, batch: Batch) -> Tensor:
@@ -142,7 +142,7 @@ class Gated(Method):
         with torch.no_grad():
             self.embeddings[batch.task].clamp_(-6, 6)
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         self.used = torch.maximum(self.used, torch.sigmoid(5.0 * self.embeddings[lesson.task].detach()))
         return {}
 
@@ -169,7 +169,7 @@ class Anchored(Method):
         penalty = sum(((named[n] - self.anchor[n]).square() * f).sum() for n, f in self.fisher.items())
         return super().loss(batch) + 5 * penalty
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         self.train_mode(lesson)
         named = {n: p for n, p in self.model.named_parameters() if p.requires_grad}
         for batch in lesson.train.batches(lesson.train.stored_order(), 20):
@@ -194,7 +194,7 @@ class PrivateNorms(Method):
         super().__init__(context)
         self.kept: list[dict[str, Tensor]] = []
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         self.kept.append({name: value.clone() for name, value in self.model.norm.state_dict().items()})
         return {}
 

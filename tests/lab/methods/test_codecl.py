@@ -22,7 +22,7 @@ from ness.lab.methods._conceptors import (
 from ness.lab.methods._projection.basis import directions
 from ness.lab.methods._projection.project import removal
 from ness.lab.methods._projection.scales import identity_scale, rescaled
-from ness.lab.methods.base import Lesson
+from ness.lab.methods.base import TaskData
 from ness.lab.runs.experiment import read
 from ness.lab.runs.jobs import resolve
 from ness.lab.training.loop import Trainer
@@ -111,7 +111,7 @@ def test_what_is_kept_is_a_ratio_of_sums() -> None:
     assert torch.allclose(found.values.sort().values, values, atol=1e-12)  # enough as it is: no aperture was raised
 
 
-def before_the_second_task(**changes) -> tuple[Trainer, Lesson]:
+def before_the_second_task(**changes) -> tuple[Trainer, TaskData]:
     """A run that has learnt a task, and what is to be learnt next, as `before_task` finds it."""
     one = tiny.trainer("codecl", samples=56, **changes)
     while one.at < 1:

@@ -8,7 +8,7 @@ import tiny
 from ness import NessError
 from ness.lab import registry
 from ness.lab.methods import hat
-from ness.lab.methods.base import Context, Lesson
+from ness.lab.methods.base import Context, TaskData
 from ness.lab.networks.base import build
 from ness.lab.runs.jobs import resolve
 from ness.lab.training.loader import Batch, Clock
@@ -89,7 +89,7 @@ def test_with_hard_gates_the_next_task_cannot_change_the_last(
 ) -> None:
     """Every second unit is claimed for good; steps on the next task, with all its gates open, change nothing."""
     method, generator = method_on(network, benchmark, shape), Generator().manual_seed(0)
-    lessons = [Lesson((task,), None) for task in (0, 1)]  # type: ignore[arg-type]
+    lessons = [TaskData((task,), None) for task in (0, 1)]  # type: ignore[arg-type]
     method.before_task(lessons[0])
     with torch.no_grad():
         method.embeddings[0].copy_(torch.where(torch.arange(len(method.claimed)) % 2 == 0, 6.0, -6.0))

@@ -15,7 +15,7 @@ from ness import NessError
 from ness.lab import registry
 from ness.lab.methods import wsn
 from ness.lab.methods._masks import packed, smallest, unpacked, winners
-from ness.lab.methods.base import Context, Lesson, sizes_of
+from ness.lab.methods.base import Context, TaskData, sizes_of
 from ness.lab.networks.base import build
 from ness.lab.runs import checkpoint
 from ness.lab.runs.jobs import resolve
@@ -118,7 +118,7 @@ def test_steps_are_those_of_the_published_rule(optimizer: str) -> None:
     used = {name: torch.zeros_like(weight) for name, weight in mine.items()}
     generator = Generator().manual_seed(5)
     for task in range(2):
-        lesson = Lesson((task,), None)  # type: ignore[arg-type]
+        lesson = TaskData((task,), None)  # type: ignore[arg-type]
         method.before_task(lesson)
         trained = method.parameters(lesson)
         engine = make(job.settings, trained, torch.tensor(0.02, dtype=torch.float64))
@@ -291,7 +291,7 @@ def test_on_the_papers_networks_every_layer_is_masked_and_the_next_task_changes_
     found: list[Tensor] = []
     weights: list[dict[str, Tensor]] = []
     for task in (0, 1):
-        lesson = Lesson((task,), None)  # type: ignore[arg-type]
+        lesson = TaskData((task,), None)  # type: ignore[arg-type]
         method.before_task(lesson)
         trained = method.parameters(lesson)
         engine = make(job.settings, trained, torch.tensor(0.01))

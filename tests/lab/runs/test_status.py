@@ -8,9 +8,9 @@ import pytest
 
 import tiny
 from ness.lab.runs import queue
-from ness.lab.runs.queue import Asked
+from ness.lab.runs.queue import RunRequest
 from ness.lab.runs.run import Options, folder_of
-from ness.lab.runs.status import Standing, Watched, time_left
+from ness.lab.runs.status import Standing, StatusMonitor, time_left
 from ness.lab.runs.sweep import run_all
 
 
@@ -54,7 +54,7 @@ def test_done_running_stopped_waiting_damaged(tmp_path: Path) -> None:
     begun(folders[4], 1, "elsewhere")
     begun(folders[6], 1, "elsewhere")
     (folders[6] / "result.json").write_text("{")
-    watched = Watched(tmp_path)
+    watched = StatusMonitor(tmp_path)
     now = time.time()
     states = {one.asked.seed: one.state for one in watched.look(now)}
     assert states == {1: "done", 2: "running", 3: "stopped", 4: "running", 5: "waiting", 6: "damaged"}
@@ -67,14 +67,14 @@ def test_done_running_stopped_waiting_damaged(tmp_path: Path) -> None:
 def test_a_run_that_nobody_noted_is_seen_too(tmp_path: Path) -> None:
     run_all([(tiny.job(epochs=1), 1)], Options(out=tmp_path), lambda job, seed: lambda event: None)
     (tmp_path / queue.NAME).unlink()
-    (one,) = Watched(tmp_path).look()
+    (one,) = StatusMonitor(tmp_path).look()
     assert (one.state, one.asked.method) == ("done", "finetune")
 
 
 def standing(method: str, state: str, seconds: float = 0.0, epoch: int = 0) -> Standing:
     from ness.lab.runs.history import History
 
-    asked = Asked("f", "b", method, "fixed", 1, 1, 10)
+    asked = RunRequest("f", "b", method, "fixed", 1, 1, 10)
     result = {"total_seconds": seconds} if state == "done" else None
     return Standing(asked, state, History(epoch=epoch), result, seconds)  # type: ignore[arg-type]
 

@@ -17,16 +17,16 @@ from torch import Tensor
 from ness.lab.gpu.coroutines import pause
 from ness.lab.training.loader import Clock
 from ness.lab.training.step import Inputs, Step
-from ness.lab.training.task_training import Learning, Tensors, copies, copy_into
+from ness.lab.training.task_training import TaskTrainer, Tensors, copies, copy_into
 
 
 class Runner(Protocol):
     """Carries out what does not need the host: an epoch of steps, an evaluation."""
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+    def steps(self, learning: TaskTrainer, inputs: Sequence[Inputs]) -> Tensor:
         """The mean loss of an epoch's steps, on the device."""
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+    def evaluation(self, learning: TaskTrainer, work: Callable[[], Tensor]) -> Tensor:
         """What `work` computes at the end of every epoch of a task, on the device."""
 
 
@@ -40,14 +40,14 @@ class Graph(Protocol):
 class PlainRunner:
     """Step after step, as Python reads it: what the CPU does, and the measure of every other way."""
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+    def steps(self, learning: TaskTrainer, inputs: Sequence[Inputs]) -> Tensor:
         """Run every step."""
         loss = torch.zeros((), device=learning.context.device)
         for each in inputs:
             loss += learning.step(each)
         return loss / len(inputs)
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+    def evaluation(self, learning: TaskTrainer, work: Callable[[], Tensor]) -> Tensor:
         """Do the work."""
         with learning.context.watch.phase("evaluation"):
             return work()
@@ -114,19 +114,19 @@ class CapturedRunner:
     """
 
     def __init__(self) -> None:
-        self.learning: Learning | None = None
+        self.learning: TaskTrainer | None = None
         self.buffers: Buffers | None = None
         self.graphs: dict[int, Graph] = {}
         self.judged: tuple[Graph, Tensor] | None = None
         self.pool: Any = None  # of the graphs' memory
         self.side: torch.cuda.Stream | None = None  # to capture on where the default is current
 
-    def _of(self, learning: Learning) -> None:
+    def _of(self, learning: TaskTrainer) -> None:
         if self.learning is not learning:
             self.learning, self.buffers, self.graphs, self.judged = learning, None, {}, None
             self.pool = None  # it went with the last graph that used it
 
-    def steps(self, learning: Learning, inputs: Sequence[Inputs]) -> Tensor:
+    def steps(self, learning: TaskTrainer, inputs: Sequence[Inputs]) -> Tensor:
         """Replay every step."""
         self._of(learning)
         if self.buffers is None:
@@ -142,7 +142,7 @@ class CapturedRunner:
             self.graphs[size].replay()
         return buffers.loss / len(inputs)
 
-    def evaluation(self, learning: Learning, work: Callable[[], Tensor]) -> Tensor:
+    def evaluation(self, learning: TaskTrainer, work: Callable[[], Tensor]) -> Tensor:
         """Replay the evaluation."""
         self._of(learning)
         watch = learning.context.watch
@@ -157,7 +157,7 @@ class CapturedRunner:
             graph.replay()
         return result
 
-    def _capture(self, learning: Learning, works: Mapping[int, Callable[[], None]]) -> None:
+    def _capture(self, learning: TaskTrainer, works: Mapping[int, Callable[[], None]]) -> None:
         """A graph of each work, under its size. What the steps run before have changed is put back."""
         moving, random = _moving(learning), learning.step.random
         with learning.context.watch.phase("capture"):
@@ -220,7 +220,7 @@ def _one(step: Step, buffers: Buffers, size: int) -> None:
     buffers.counter += 1
 
 
-def _moving(learning: Learning) -> Tensors:
+def _moving(learning: TaskTrainer) -> Tensors:
     """Every tensor that a step can change: the model's, the optimizer's, the method's own."""
     memory = {
         f"optimizer/{number}/{name}": value

@@ -9,7 +9,7 @@ from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
 from ness.errors import NessError
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, backbone, clear
+from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData, backbone, clear
 from ness.lab.networks.norms import passed_apart
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch, Samples, together
@@ -71,7 +71,7 @@ class Agem(Method):
         self.memory: list[Samples] = []  # by task
         self.every: Samples | None = None  # the same together, as a step draws from it
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """The backbone, the task's head, and the heads of the remembered tasks, which learn through the memory."""
         seen = [head for task, head in enumerate(self.model.heads) if task <= lesson.tasks[-1]]
         return backbone(self.model) + [parameter for head in seen for parameter in head.parameters()]
@@ -106,7 +106,7 @@ class Agem(Method):
         ]
         return torch.stack(losses).sum() / len(batch.labels)
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Keeps a random sample of the task's training data; nobody needs one of the last task."""
         if lesson.task == self.context.tasks - 1:
             return {}

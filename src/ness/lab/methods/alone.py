@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec
+from ness.lab.methods.base import Context, Method, MethodSpec, TaskData
 
 
 class Alone(Method):
@@ -17,11 +17,11 @@ class Alone(Method):
         self.start = self._copy()
         self.networks: list[dict[str, Tensor]] = []
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Back to the initial weights."""
         self.model.load_state_dict(self.start)
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Keeps this task's network."""
         self.networks.append(self._copy())
         return {}

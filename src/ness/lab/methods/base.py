@@ -45,7 +45,7 @@ class Context:
 
 
 @dataclass(frozen=True)
-class Lesson:
+class TaskData:
     """What is being learnt: one task, or several at once (`joint`), with the data a method may look at."""
 
     tasks: tuple[int, ...]
@@ -73,7 +73,7 @@ class Method:
         self.context = context
         self.model = context.model
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Gets ready for a task.
 
         The model is as the last task left it, in eval mode, all trainable but other tasks' heads. What takes long may
@@ -81,11 +81,11 @@ class Method:
         Nothing is saved in between.
         """
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """What trains in this task; everything else gets neither gradient nor weight decay."""
         return backbone(self.model) + current_heads(self.model, lesson)
 
-    def train_mode(self, lesson: Lesson) -> None:
+    def train_mode(self, lesson: TaskData) -> None:
         """Puts the modules into the mode in which the task is trained."""
         self.model.train()
 
@@ -128,7 +128,7 @@ class Method:
     def after_step(self, batch: Batch) -> None:
         """Changes parameters after the optimizer's step: clamps."""
 
-    def penalty(self, lesson: Lesson) -> Tensor | None:
+    def penalty(self, lesson: TaskData) -> Tensor | None:
         """What the objective adds to the cross-entropy at the weights as evaluation uses them: () on the device.
 
         It is logged with every validation, and part of the validation loss where `select_on` is "objective". None
@@ -143,7 +143,7 @@ class Method:
         """
         return ()
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Takes what must be kept of a task; returns what the record should say. It may pause, as `before_task` may.
 
         The best weights are in place, the model is in eval mode.
@@ -173,12 +173,12 @@ def backbone(model: Network) -> list[nn.Parameter]:
     return [parameter for parameter in model.parameters() if id(parameter) not in heads]
 
 
-def current_heads(model: Network, lesson: Lesson) -> list[nn.Parameter]:
+def current_heads(model: Network, lesson: TaskData) -> list[nn.Parameter]:
     """The parameters of the heads of the tasks being learnt."""
     return [parameter for task in lesson.tasks for parameter in model.heads[task].parameters()]
 
 
-def open_for(model: Network, lesson: Lesson) -> None:
+def open_for(model: Network, lesson: TaskData) -> None:
     """How a task finds the model: everything trainable but the heads of other tasks."""
     model.requires_grad_(True)
     for task, head in enumerate(model.heads):

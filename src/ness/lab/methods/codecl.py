@@ -16,7 +16,7 @@ from ness.lab.methods._conceptors import Conceptor, conjunction, disjunction, of
 from ness.lab.methods._projection.project import ADAM, check_no_decay, named, removal, under
 from ness.lab.methods._projection.rows import check_count, draw, input_rows
 from ness.lab.methods._projection.scales import Scale, Scaling, identity_scale
-from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
+from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.runs.settings import check_ranges, setting
 from ness.layers import Layer, LinearLayer
 
@@ -55,7 +55,7 @@ class Codecl(Scaling):
         own: CodeclSettings = self.context.own
         return own.subtracted == "detached" and isinstance(layer, LinearLayer)
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Where the new task's inputs overlap what is held, U_t and S_t; a layer between two pauses."""
         check_count("samples", self.own.samples, lesson.train)
         if lesson.task == 0:
@@ -84,12 +84,12 @@ class Codecl(Scaling):
         drawn = torch.rand(size, size, generator=self.context.random.method, device=basis.device)
         return Scale(basis, nn.Parameter((2 * drawn - 1) / size**0.5))  # U(±1/√K), torch's start of a linear layer
 
-    def _rows(self, lesson: Lesson) -> dict[str, Tensor]:
+    def _rows(self, lesson: TaskData) -> dict[str, Tensor]:
         """What layers see of a few of the task's images, passed as the task passes them: under its scales."""
         images = draw(lesson.train, self.own.samples, self.context.random.method).images
         return input_rows(self.model, self.layers, images, forward=self.effective(lesson.task))
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """C ← C OR C_t, small directions let go; not after the last task."""
         notes = {"scaled": sorted(self.scales.get(lesson.task, {}))}
         if self.is_last(lesson):

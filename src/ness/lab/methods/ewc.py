@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._selection import SELECTION_ONLY_WITH, Selection
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
+from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData
 from ness.lab.networks.base import Network
 from ness.lab.networks.norms import batch_norms, hold_statistics
 from ness.lab.runs.settings import check_ranges, setting
@@ -153,7 +153,7 @@ class Ewc(Method):
     def _trained(self) -> dict[str, nn.Parameter]:
         return {name: value for name, value in self.model.named_parameters() if value.requires_grad}
 
-    def train_mode(self, lesson: Lesson) -> None:
+    def train_mode(self, lesson: TaskData) -> None:
         """Training mode; stored BatchNorm statistics stay the first task's, which no penalty could hold."""
         self.model.train()
         if lesson.task > 0:
@@ -164,7 +164,7 @@ class Ewc(Method):
         loss = super().loss(batch)
         return loss + self._pulled() if self.finished else loss
 
-    def penalty(self, lesson: Lesson) -> Tensor | None:
+    def penalty(self, lesson: TaskData) -> Tensor | None:
         """λ/2 · Σ F (θ - θ*)² once there is an anchor."""
         return self._pulled() if self.finished else None
 
@@ -178,7 +178,7 @@ class Ewc(Method):
         """Clips the gradient: a strong pull far from the anchor must not throw the weights beyond it."""
         torch.nn.utils.clip_grad_norm_(list(self._trained().values()), self.own.clip)
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Takes this task's Fisher at the best weights, a batch between two pauses, and moves the anchor there."""
         if lesson.task == self.context.tasks - 1:
             return {}

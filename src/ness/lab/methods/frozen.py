@@ -2,18 +2,18 @@
 
 from torch import nn
 
-from ness.lab.methods.base import Lesson, Method, MethodSpec, current_heads
+from ness.lab.methods.base import Method, MethodSpec, TaskData, current_heads
 from ness.lab.networks.norms import hold_statistics
 
 
 class Frozen(Method):
     """From the second task on only the task's head trains; stored BatchNorm statistics stay as they are."""
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task, the head alone afterwards."""
         return super().parameters(lesson) if lesson.task == 0 else current_heads(self.model, lesson)
 
-    def train_mode(self, lesson: Lesson) -> None:
+    def train_mode(self, lesson: TaskData) -> None:
         """Training mode, except that BatchNorm stands still from the second task on."""
         self.model.train()
         if lesson.task > 0:

@@ -27,7 +27,7 @@ from ness.lab.methods._projection.project import (
 )
 from ness.lab.methods._projection.rows import check_count, input_rows
 from ness.lab.methods._reservoir import Reservoir
-from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
+from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.methods.gpm import thresholds
 from ness.lab.networks.base import Network
 from ness.lab.networks.norms import without_update
@@ -102,7 +102,7 @@ class Fsdgpm(Projecting):
         self.velocity: dict[str, Tensor] = {}
         self.memory: Reservoir | None = None
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Makes the memory before the first task."""
         check_count("samples", self.own.samples, lesson.train)
         if self.memory is None:
@@ -111,7 +111,7 @@ class Fsdgpm(Projecting):
     def _make_memory(self, shape: Sequence[int]) -> None:
         self.memory = Reservoir(self.own.memory, tuple(shape), self.context.device)
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """As in projected training, and the heads of earlier tasks, which learn through replay."""
         old = [p for task in range(lesson.task) for p in self.model.heads[task].parameters()]
         return [*super().parameters(lesson), *old]
@@ -186,7 +186,7 @@ class Fsdgpm(Projecting):
         assert self.memory is not None
         return [*self.memory.state().values(), *self.theta.values(), *self.velocity.values()]
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """New bases from images of all tasks so far, θ at its start; not after the last task."""
         assert self.memory is not None
         if self.is_last(lesson):

@@ -25,7 +25,7 @@ from ness.lab.methods._projection.project import (
     under,
 )
 from ness.lab.methods._projection.rows import check_count, check_images, draw, input_rows
-from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
+from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.runs.settings import setting
 
 
@@ -79,11 +79,11 @@ class Gpm(Projecting):
         self.thresholds = thresholds(self.own.threshold, self.own.growth, context.tasks, fill=fill)
         self.bases = empty_bases(self.layers, context.device)
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Makes sure, before any training, that the task has the images that will be drawn of it."""
         check_count("samples", self.own.samples, lesson.train)
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Adds what this task uses of every layer to the memory, a layer between two pauses; not after the last one."""
         if self.is_last(lesson):
             return {}
@@ -95,7 +95,7 @@ class Gpm(Projecting):
         self.close()
         return {"ranks": {name: f"{basis.shape[1]}/{basis.shape[0]}" for name, basis in self.bases.items()}}
 
-    def rows_of(self, lesson: Lesson) -> dict[str, Tensor]:
+    def rows_of(self, lesson: TaskData) -> dict[str, Tensor]:
         """Inputs of every layer on a few images of the task (n, d): Rᵀ."""
         images = draw(lesson.train, self.own.samples, self.context.random.method).images
         return input_rows(self.model, self.layers, images, self.own.layer_images)
@@ -123,7 +123,7 @@ class Gpm(Projecting):
 class GpmItself(Gpm):
     """GPM, with the reference's way of looking at MiniImageNet as a choice."""
 
-    def rows_of(self, lesson: Lesson) -> dict[str, Tensor]:
+    def rows_of(self, lesson: TaskData) -> dict[str, Tensor]:
         """Inputs of every layer, or of the corner the reference sees."""
         if self.own.geometry == "true":
             return super().rows_of(lesson)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from ness.errors import NessError
 from ness.lab.methods._selection import SELECTION_ONLY_WITH, Selection
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
+from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData
 from ness.lab.networks.base import Network, Wire
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch, Clock
@@ -129,12 +129,12 @@ class Hat(Method):
         """A vector over all units, cut by the module that puts them out."""
         return dict(zip(self.widths, torch.split(units, list(self.widths.values())), strict=True))
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Draws the task's embeddings, N(0, 1)."""
         random, device = self.context.random.method, self.context.device
         self.embeddings.append(nn.Parameter(torch.randn(len(self.claimed), generator=random, device=device)))
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """The backbone, the head, and the task's embeddings."""
         return [*super().parameters(lesson), self.embeddings[lesson.task]]
 
@@ -149,7 +149,7 @@ class Hat(Method):
         loss = super().loss(batch)
         return loss + self.own.sparsity * crowding(self.opened, self.claimed)
 
-    def penalty(self, lesson: Lesson) -> Tensor:
+    def penalty(self, lesson: TaskData) -> Tensor:
         """The price of units that were free, under gates as steep as at test."""
         opened = torch.sigmoid(self.own.smax * self.embeddings[lesson.task])
         return self.own.sparsity * crowding(opened, self.claimed)
@@ -171,7 +171,7 @@ class Hat(Method):
         self.embeddings[batch.task].clamp_(-REACH, REACH)
 
     @torch.no_grad()
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Claims the task's units, and keeps its running statistics: weights of blocked units stay, data does not."""
         opened = torch.sigmoid(self.own.smax * self.embeddings[lesson.task])
         self.claimed = torch.maximum(self.claimed, opened)

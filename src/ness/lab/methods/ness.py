@@ -11,7 +11,7 @@ import ness
 from ness.errors import NessError
 from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._projection.rows import backbone_layers
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes
+from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData
 from ness.lab.networks.base import Network
 from ness.lab.networks.norms import batches_at_once, in_parts
 from ness.lab.runs.settings import Training, setting
@@ -59,7 +59,7 @@ class Ness(Method):
     def _new_guard(self) -> "ness.NullSpace":
         return ness.NullSpace(self.model, rule=rule_of(self.own), exclude=["heads"], norm="freeze")
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Confines every layer of the backbone, from the second task on; the task's own head stays free."""
         if lesson.task == 0:
             return
@@ -83,11 +83,11 @@ class Ness(Method):
             return "sgd" if self.own.rule in ("nuclear", "frobenius") and without_bias else "any"
         return "any" if training.optimizer == "adamw" else "sgd"
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
         return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Merges the update into plain weights and takes this task's Grams; says what every layer may have lost."""
         notes: dict[str, Any] = {}
         if lesson.task > 0:

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import ness
 from ness.lab.gpu.coroutines import pause
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, sizes_of
+from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData, sizes_of
 from ness.lab.methods.ness import certificate_row, observed, observing, rule_of
 from ness.lab.networks.norms import batch_norms, measure_statistics
 from ness.lab.runs.settings import check_ranges, setting
@@ -79,7 +79,7 @@ class NessPlus(Method):
         layers = sizes_of(self.model, context.tasks, ()).layers
         self.private = private_directions(self.own, layers, norm_numbers(self.model))
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """From the second task on: the shared weights, confined, and room for what is the task's own."""
         if lesson.task > 0:
             training = self.context.training
@@ -88,11 +88,11 @@ class NessPlus(Method):
                 for _ in self.guard.constraining(form=form, task=_name(lesson.task), private=self.private):
                     pause()
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the updates, the norms and the head."""
         return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Measures the task's norms, merges what is shared, and takes the Grams of the task as it is used."""
         training = self.context.training
         if lesson.task == 0 or self.own.norms == "own":

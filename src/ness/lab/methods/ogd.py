@@ -16,7 +16,7 @@ from ness.lab.methods._logits import Gradients, logit_gradients, project
 from ness.lab.methods._projection.factors import Factors
 from ness.lab.methods._projection.project import ADAM, Projecting, check_no_decay, named, sam_revision, under
 from ness.lab.methods._projection.rows import check_count, draw
-from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
+from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch
 
@@ -78,7 +78,7 @@ class Ogd(Projecting):
         self.gram = torch.zeros(0, 0, dtype=torch.float64)  # K = V Vᵀ (m, m), on the host
         self.mixing = torch.zeros(0, 0, dtype=torch.float64, device=context.device)
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Makes sure, before any training, that the task has the samples that will be drawn of it."""
         check_count("samples", self.own.samples, lesson.train)
 
@@ -89,7 +89,7 @@ class Ogd(Projecting):
             project(self.layers, self.kept, self.mixing, self.pairs)
         self.pairs.clear()
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Keeps the gradients of a few samples' own logits; not after the last task."""
         if self.is_last(lesson):
             return {}

@@ -12,7 +12,7 @@ from ness.errors import NessError
 from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._projection.project import ADAM, Projecting, Removal, check_no_decay, named, sam_revision, under
 from ness.lab.methods._projection.rows import input_grams
-from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
+from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch
 from ness.layers import ConvLayer, Layer
@@ -123,7 +123,7 @@ class Owm(Projecting):
         """The projectors, where steps move them."""
         return list(self.projectors.values()) if self.own.updates == "every-batch" else ()
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """With task-end, P takes in the task: P⁻¹ ← P⁻¹ + (XᵀX/n)/α, a layer between two pauses; not after the last."""
         if self.own.updates == "task-end" and not self.is_last(lesson):
             grams = input_grams(self.model, self.layers, lesson.train, self.context.training.batch)

@@ -17,7 +17,7 @@ from ness.lab.methods._projection.basis import directions, joined, residual
 from ness.lab.methods._projection.project import ADAM, layer_parameters, named, sam_revision, under
 from ness.lab.methods._projection.rows import check_count, draw
 from ness.lab.methods._projection.scales import Scaling, identity_scale
-from ness.lab.methods.base import Context, Lesson, MethodSpec, Sizes
+from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check
 from ness.lab.runs.settings import setting
 from ness.lab.training.losses import cross_entropy
@@ -100,14 +100,14 @@ class Trgp(Scaling, Gpm):
         self.task_bases: list[dict[str, Tensor]] = []  # B_t by layer
         self.lenders: dict[int, dict[str, list[int]]] = {}  # task -> layer -> old tasks it reuses
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Finds the old tasks to trust in every layer and gives the task its matrices there, Q = I."""
         super().before_task(lesson)
         check_count("trust_images", self.own.trust_images, lesson.train)
         if lesson.task > 0:
             self._lend(lesson.task, self._choose(lesson))
 
-    def _choose(self, lesson: Lesson) -> dict[str, list[int]]:
+    def _choose(self, lesson: TaskData) -> dict[str, list[int]]:
         gradients = self._first_gradient(lesson)
         tasks = range(lesson.task)
         if lesson.task == 2 and self.own.third_task == "second":
@@ -119,7 +119,7 @@ class Trgp(Scaling, Gpm):
                 chosen[name] = found
         return gated(chosen, list(self.layers)) if self.own.gate == "first" else chosen
 
-    def _first_gradient(self, lesson: Lesson) -> dict[str, Tensor]:
+    def _first_gradient(self, lesson: TaskData) -> dict[str, Tensor]:
         """∇L of the new task at the shared weights, by layer (o, d)."""
         batch = draw(lesson.train, self.own.trust_images, self.context.random.method)
         loss = cross_entropy(self.model(batch.images, batch.task), batch)
@@ -136,7 +136,7 @@ class Trgp(Scaling, Gpm):
             name: [identity_scale(self.task_bases[old][name]) for old in tasks] for name, tasks in chosen.items()
         }
 
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """The memory grows, seen by the shared weights alone; the record says whom each layer trusted."""
         if not self.is_last(lesson):
             self.task_bases.append({})

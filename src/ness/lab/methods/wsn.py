@@ -26,7 +26,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from ness.errors import NessError
 from ness.lab.methods._masks import packed, unpacked, winners
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, Sizes, backbone, current_heads
+from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData, backbone, current_heads
 from ness.lab.networks.base import Network
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch
@@ -86,7 +86,7 @@ class Wsn(Method):
         bound = (weight[0].numel() or 1) ** -0.5
         return torch.empty_like(weight).uniform_(-bound, bound, generator=self.context.random.method)
 
-    def before_task(self, lesson: Lesson) -> None:
+    def before_task(self, lesson: TaskData) -> None:
         """Keeps hold of what decay must not move."""
         self._hold()
 
@@ -94,7 +94,7 @@ class Wsn(Method):
         decays = self.context.training.weight_decay > 0 and self.masks
         self.fixed = {name: weight.detach().clone() for name, weight in self.weights.items()} if decays else {}
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Weights, scores and the head; BatchNorm's γ and β stay 1 and 0."""
         return [*self.weights.values(), *self.scores.values(), *current_heads(self.model, lesson)]
 
@@ -129,7 +129,7 @@ class Wsn(Method):
             weight.copy_(torch.where(self.free[name], weight, value))
 
     @torch.no_grad()
-    def after_task(self, lesson: Lesson) -> Mapping[str, Any]:
+    def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Keeps the task's mask and statistics; the record says what is in use, and what of the mask is reused."""
         chosen = {name: winners(scores, self.own.capacity) for name, scores in self.scores.items()}
         used = sum(int(mask.sum()) for mask in chosen.values())

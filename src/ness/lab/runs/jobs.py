@@ -24,9 +24,9 @@ from ness.lab.runs.settings import (
     check_contradictions,
     check_training,
     compose,
+    identifying_settings,
     overridden,
     part_of,
-    telling,
 )
 
 SCHEMA = 1  # raise it when the same settings would give another result
@@ -47,7 +47,7 @@ class Job:
     @property
     def digest(self) -> str:
         """Ten hexadecimal digits that name method and its revision, benchmark, settings, schema, and whether fast."""
-        settings = telling(self.as_dict())
+        settings = identifying_settings(self.as_dict())
         revised = [{"revision": self.revision}] if self.revision > 1 else []  # the first was recorded without a number
         named = [self.method.name, self.benchmark.name, SCHEMA, settings, *(["fast"] if self.fast else []), *revised]
         text = json.dumps(named, sort_keys=True)

@@ -14,7 +14,7 @@ NAME = "asked.jsonl"  # append-only, a line a run
 
 
 @dataclass(frozen=True)
-class Asked:
+class RunRequest:
     """A run that someone wants."""
 
     folder: str
@@ -26,11 +26,11 @@ class Asked:
     epochs: int  # a lesson, at most
 
 
-def asked(job: Job, seed: int) -> Asked:
+def asked(job: Job, seed: int) -> RunRequest:
     """What a job and a seed ask for."""
     lessons = 1 if job.method.plan == "all at once" else job.benchmark.tasks or 0
     name = folder_of(job, seed, Path()).name
-    return Asked(name, job.benchmark.name, job.method.name, job.label, seed, lessons, job.settings.epochs)
+    return RunRequest(name, job.benchmark.name, job.method.name, job.label, seed, lessons, job.settings.epochs)
 
 
 def note(out: Path, work: Iterable[tuple[Job, int]]) -> None:
@@ -47,12 +47,12 @@ def note(out: Path, work: Iterable[tuple[Job, int]]) -> None:
                 file.write(text if whole else f"\n{text}")
 
 
-def read(out: Path) -> list[Asked]:
+def read(out: Path) -> list[RunRequest]:
     """Everything that was asked for, each once; lines that are damaged are passed over."""
-    found: dict[str, Asked] = {}
+    found: dict[str, RunRequest] = {}
     for line in lines(out / NAME):
         with contextlib.suppress(TypeError):
-            one = Asked(**line)
+            one = RunRequest(**line)
             found[one.folder] = one
     return list(found.values())
 

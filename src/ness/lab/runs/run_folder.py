@@ -18,7 +18,7 @@ from ness.lab.runs.checkpoint import write_json
 from ness.lab.training.task_training import Tensors
 
 
-class Held(NessError):
+class RunLocked(NessError):
     """Another process is at work in a run's folder."""
 
     def __init__(self, path: Path, holder: str) -> None:
@@ -53,7 +53,7 @@ class RunFolder:
             self.path.mkdir(parents=True, exist_ok=True)
             lock.acquire(timeout=0)
         except Timeout as error:
-            raise Held(self.path, self._holder()) from error
+            raise RunLocked(self.path, self._holder()) from error
         except OSError as error:
             raise NessError(f"cannot write in {self.path} ({error.strerror}); choose another --out") from error
         try:

@@ -78,7 +78,7 @@ def draws_validation(settings: Mapping[str, Any]) -> bool:
     return found in (("drawn", "plateau", "batch"), ("drawn", "plateau", "task"))
 
 
-def telling(settings: Mapping[str, Any]) -> dict[str, Any]:
+def identifying_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that tell runs apart: without an order of validation that nothing depends on, or that never changes.
 
     Runs were recorded before there was a choice, in one order for all epochs: they keep their names.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from ness.lab.runs import queue
 from ness.lab.runs.history import History, history
-from ness.lab.runs.queue import Asked
+from ness.lab.runs.queue import RunRequest
 
 State = Literal["done", "running", "stopped", "failed", "waiting", "damaged"]
 SILENCE = 900.0  # seconds after which a run on another machine that says nothing counts as stopped
@@ -22,7 +22,7 @@ SILENCE = 900.0  # seconds after which a run on another machine that says nothin
 class Standing:
     """One run now."""
 
-    asked: Asked
+    asked: RunRequest
     state: State
     history: History = field(default_factory=History)
     result: Mapping[str, Any] | None = None  # of a run that is done
@@ -38,7 +38,7 @@ class Standing:
         return min(1.0, (self.history.learnt + inside) / lessons) if lessons else 0.0
 
 
-class Watched:
+class StatusMonitor:
     """A folder of runs that is looked at again and again; what is done is read once."""
 
     def __init__(self, out: Path, is_result: Callable[[Mapping[str, Any]], bool] = lambda result: True) -> None:
@@ -57,7 +57,7 @@ class Watched:
             found.append(self.done[key] if mark is not None else _unfinished(path, asked, now or time.time()))
         return found
 
-    def _asked(self) -> list[Asked]:
+    def _asked(self) -> list[RunRequest]:
         listed = {one.folder: one for one in queue.read(self.out)}
         for path in sorted(self.out.glob("*/config.json")):
             if path.parent.name not in listed and (one := _from_config(path)) is not None:
@@ -83,14 +83,16 @@ def time_left(found: Sequence[Standing]) -> float | None:
     return max(sum(rests) / max(1, running), max(rests, default=0.0))
 
 
-_ALIKE: tuple[Callable[[Asked], object], ...] = (
+_ALIKE: tuple[Callable[[RunRequest], object], ...] = (
     lambda asked: (asked.benchmark, asked.method, asked.setting, asked.epochs),
     lambda asked: (asked.benchmark, asked.method, asked.epochs),
     lambda asked: (asked.benchmark, asked.epochs),
 )
 
 
-def _mean(one: Standing, whole: Iterable[tuple[Standing, float]], alike: Callable[[Asked], object]) -> float | None:
+def _mean(
+    one: Standing, whole: Iterable[tuple[Standing, float]], alike: Callable[[RunRequest], object]
+) -> float | None:
     times = [total for other, total in whole if other is not one and alike(other.asked) == alike(one.asked)]
     return fmean(times) if times else None
 
@@ -102,7 +104,7 @@ def _total(one: Standing) -> float | None:
     return one.spent / one.share if one.share > 0.02 and one.spent > 0 else None
 
 
-def _finished(path: Path, asked: Asked, is_result: Callable[[Mapping[str, Any]], bool]) -> Standing:
+def _finished(path: Path, asked: RunRequest, is_result: Callable[[Mapping[str, Any]], bool]) -> Standing:
     try:
         result = json.loads((path / "result.json").read_text(encoding="utf-8"))
         if not is_result(result):
@@ -112,7 +114,7 @@ def _finished(path: Path, asked: Asked, is_result: Callable[[Mapping[str, Any]],
         return Standing(asked, "damaged")
 
 
-def _unfinished(path: Path, asked: Asked, now: float) -> Standing:
+def _unfinished(path: Path, asked: RunRequest, now: float) -> Standing:
     if not (path / "config.json").exists():
         return Standing(asked, "waiting")
     log = path / "events.jsonl"
@@ -141,7 +143,7 @@ def _is_held(path: Path, heard: float, now: float) -> bool:
     return True
 
 
-def _from_config(path: Path) -> Asked | None:
+def _from_config(path: Path) -> RunRequest | None:
     """What a run folder that nobody noted asks for; None for a folder that is no run's."""
     try:
         config = json.loads(path.read_text(encoding="utf-8"))
@@ -150,7 +152,7 @@ def _from_config(path: Path) -> Asked | None:
         own = f"{benchmark}-{method}-{config['digest']}-seed{config['seed']}"
         if own != path.parent.name and (path.parent.parent / own).exists():
             return None  # a copy of a run that is there itself
-        return Asked(path.parent.name, benchmark, method, setting, int(config["seed"]), 0, epochs)
+        return RunRequest(path.parent.name, benchmark, method, setting, int(config["seed"]), 0, epochs)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 

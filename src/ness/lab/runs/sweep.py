@@ -24,7 +24,7 @@ from ness.lab.runs import queue
 from ness.lab.runs.environment import choose_device, repeatable
 from ness.lab.runs.jobs import Job, resolve, settings_type
 from ness.lab.runs.run import Listener, Options, Outcome, folder_of, run
-from ness.lab.runs.run_folder import Held, RunFolder
+from ness.lab.runs.run_folder import RunFolder, RunLocked
 from ness.lab.runs.settings import nearest
 
 LOOK_EVERY = 1.0  # seconds between two looks at runs that other processes have
@@ -148,7 +148,7 @@ def _wait_for_others(
 ) -> None:
     """Puts what comes of runs that other processes have in their places; says once whom it waits for."""
     said = False
-    while held := {number: end for number, end in enumerate(ends) if isinstance(end, Held)}:
+    while held := {number: end for number, end in enumerate(ends) if isinstance(end, RunLocked)}:
         if not said:
             first, count = next(iter(held)), len(held)
             more = f" and {count - 1} more" if count > 1 else ""

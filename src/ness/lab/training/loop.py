@@ -13,7 +13,7 @@ from ness.errors import NessError
 from ness.lab.benchmarks.base import Stream
 from ness.lab.gpu.capture import PlainRunner, Runner
 from ness.lab.gpu.coroutines import pause
-from ness.lab.methods.base import Context, Lesson, Method, MethodSpec, open_for
+from ness.lab.methods.base import Context, Method, MethodSpec, TaskData, open_for
 from ness.lab.networks.base import Network, NetworkSpec, Norms, build
 from ness.lab.runs.settings import Training, draws_validation, part_of
 from ness.lab.runs.stopwatch import Stopwatch
@@ -23,7 +23,7 @@ from ness.lab.training.loader import LARGE_BATCH, SPLITS, Samples, SplitName, fi
 from ness.lab.training.seeds import Randomness
 from ness.lab.training.step import Inputs
 from ness.lab.training.task_statistics import Statistics, by_task, measuring, named, own_norms, using
-from ness.lab.training.task_training import Learning, Tensors, copies, copy_into, live_tensors
+from ness.lab.training.task_training import TaskTrainer, Tensors, copies, copy_into, live_tensors
 
 Result = TypeVar("Result")
 Matrix = list[list[float | None]]  # A[t][i]: test accuracy of task i after task t, in percent
@@ -81,7 +81,7 @@ class Trainer:
         self.lessons: tuple[tuple[int, ...], ...] = (every,) if together_now else tuple((task,) for task in every)
         self.old_data = method.needs_old_data is not None and method.needs_old_data(own)
         self.at = 0  # lessons finished
-        self.learning: Learning | None = None
+        self.learning: TaskTrainer | None = None
         self.start: Tensors = {}  # the model when the current task began
         self.matrix: Matrix = []
         self.epochs: list[int] = []
@@ -145,17 +145,17 @@ class Trainer:
         self.context.model.eval()
         with self.watch.phase("statistics"):
             not_a_generator(self.method.before_task(lesson), "before_task")  # type: ignore[func-returns-value]
-        self.learning = Learning(self.method, lesson, self.context)
+        self.learning = TaskTrainer(self.method, lesson, self.context)
         trained = sum(parameter.numel() for parameter in self.learning.trained)
         pause("steps")
         self.learning.seconds += time.perf_counter() - began
         return Event("task", {"task": lesson.task, "name": self._name(), "trained": trained})
 
-    def _lesson(self) -> Lesson:
+    def _lesson(self) -> TaskData:
         tasks = self.lessons[self.at]
         train = self.data["train"]
         earlier = tuple(train[: tasks[0]]) if self.old_data else ()
-        return Lesson(tasks, together([train[task] for task in tasks]), earlier)
+        return TaskData(tasks, together([train[task] for task in tasks]), earlier)
 
     def _name(self) -> str:
         tasks = self.lessons[self.at]
@@ -267,7 +267,7 @@ class Trainer:
     def _evaluate(self, task: int, split: SplitName) -> tuple[torch.Tensor, torch.Tensor]:
         return evaluate(self.method, self.data[split][task], self.orders[split][task])
 
-    def _current(self) -> Learning:
+    def _current(self) -> TaskTrainer:
         assert self.learning is not None
         return self.learning
 
@@ -319,7 +319,7 @@ class Trainer:
         self.method.load_state(parts["method"], manifest["method"])
         if in_task:
             self.start = copies({name: value.to(self.device) for name, value in parts["start"].items()})
-            self.learning = Learning(self.method, self._lesson(), self.context)
+            self.learning = TaskTrainer(self.method, self._lesson(), self.context)
             copy_into(self.learning.live, parts["live"])
             self.learning.load_state(parts["learning"], manifest["learning"])
         self.random.load_state(parts["random"], manifest["host"])

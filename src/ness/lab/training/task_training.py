@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ness.lab.methods.base import Context, Lesson, Method, clear
+from ness.lab.methods.base import Context, Method, TaskData, clear
 from ness.lab.training import optimizers
 from ness.lab.training.loader import Clock, epoch_order
 from ness.lab.training.schedule import Plateau, plateau, rates
@@ -38,10 +38,10 @@ def copy_into(targets: Tensors, values: Tensors) -> None:
         targets[name].copy_(value)
 
 
-class Learning:
+class TaskTrainer:
     """One task in progress. The loop calls `inputs`, then `step` for each, then `judge`, epoch after epoch."""
 
-    def __init__(self, method: Method, lesson: Lesson, context: Context) -> None:
+    def __init__(self, method: Method, lesson: TaskData, context: Context) -> None:
         self.lesson, self.context, self.training = lesson, context, context.training
         training, random = context.training, context.random
         self.trained = method.parameters(lesson)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ness.errors import NessError
 from ness.lab.methods._pairs import Pairs
 from ness.lab.methods._projection.rows import Layers, backbone_layers
-from ness.lab.methods.base import Context, Lesson, Method, backbone, current_heads
+from ness.lab.methods.base import Context, Method, TaskData, backbone, current_heads
 from ness.lab.networks.norms import hold_statistics
 from ness.lab.training.loader import Batch
 from ness.layers import Layer
@@ -107,7 +107,7 @@ class Projecting(Method):
         self.removals: dict[str, Removal] = {}
         self.pairs = Pairs(self.layers)
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers and the head, without BatchNorm unless it is free."""
         if lesson.task == 0 or self.free_norms:
             return super().parameters(lesson)
@@ -118,7 +118,7 @@ class Projecting(Method):
         moving = {id(parameter) for parameter in trained}
         return [parameter for parameter in backbone(self.model) if id(parameter) not in moving]
 
-    def train_mode(self, lesson: Lesson) -> None:
+    def train_mode(self, lesson: TaskData) -> None:
         """Training mode; stored BatchNorm statistics stand still with their affine parameters."""
         self.model.train()
         if lesson.task > 0 and not self.free_norms:
@@ -136,7 +136,7 @@ class Projecting(Method):
         project_gradients(self.layers, self.removals, self.pairs)
         self.pairs.clear()
 
-    def is_last(self, lesson: Lesson) -> bool:
+    def is_last(self, lesson: TaskData) -> bool:
         """Whether nothing comes after this task, so that nothing needs to be kept of it."""
         return lesson.task == self.context.tasks - 1
 

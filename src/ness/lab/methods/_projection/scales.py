@@ -15,7 +15,7 @@ from torch.func import functional_call
 
 from ness.lab.methods._pairs import Pairs, linear_layers
 from ness.lab.methods._projection.project import Projecting, matrix_of, split
-from ness.lab.methods.base import Context, Lesson
+from ness.lab.methods.base import Context, TaskData
 from ness.lab.training.loader import Batch
 from ness.layers import Layer
 
@@ -113,7 +113,7 @@ class Scaling(Projecting):
         """Whether a layer's subtracted part is taken without gradient."""
         return False
 
-    def parameters(self, lesson: Lesson) -> list[nn.Parameter]:
+    def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """As in projected training, and the task's own matrices."""
         own = self.scales.get(lesson.task, {})
         return [*super().parameters(lesson), *(scale.matrix for scales in own.values() for scale in scales)]
