@@ -8,8 +8,8 @@ import tiny
 from ness.cli.main import main
 from ness.cli.watch import screen
 from ness.lab.runs import queue
-from ness.lab.runs.history import History
 from ness.lab.runs.queue import RunRequest
+from ness.lab.runs.run_folder import History
 from ness.lab.runs.status import Standing
 
 

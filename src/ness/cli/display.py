@@ -1,4 +1,4 @@
-"""What is seen while runs go on: a live bar on a terminal, plain lines elsewhere; all of it on standard error."""
+"""The terminal: progress, times, outcomes."""
 
 import sys
 import time
@@ -10,10 +10,40 @@ from typing import Any, Protocol, TextIO
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from ness.errors import NessWarning
+from ness.errors import NessError, NessWarning
+from ness.lab.runs.environment import process_age, table
 from ness.lab.runs.jobs import Job
 from ness.lab.runs.run import Listener
+from ness.lab.runs.sweep import Grid
 from ness.lab.training.loop import Event
+from ness.report.formats import aligned
+from ness.report.records import Record, from_result
+
+
+def records_of(grid: Grid) -> list[Record]:
+    """A record an outcome; one whose result.json is damaged goes over to the failures."""
+    records, fine = [], []
+    for outcome in grid.outcomes:
+        try:
+            records.append(from_result(outcome.result, str(outcome.folder / "result.json")))
+            fine.append(outcome)
+        except NessError as error:
+            grid.failures[outcome.folder.name] = str(error)
+    grid.outcomes = fine
+    return records
+
+
+class CommandClock:
+    """Times a command from the beginning of its process, or from here where the system does not say when that was."""
+
+    def __init__(self) -> None:
+        self.began = time.perf_counter() - (process_age() or 0.0)
+
+    def tell(self, grid: Grid, asked: bool) -> None:
+        """The table, if it was asked for or there was a card, and something was run."""
+        runs = [outcome.times for outcome in grid.outcomes if outcome.how != "there"]
+        if runs and (asked or grid.on_card):
+            sys.stderr.write(aligned(table(runs, time.perf_counter() - self.began)))
 
 
 class Display(Protocol):

@@ -4,10 +4,8 @@ import sys
 from dataclasses import dataclass
 
 from ness.cli.arguments import Common, parse
-from ness.cli.display import display
+from ness.cli.display import CommandClock, display, records_of
 from ness.cli.main import WrongUse
-from ness.cli.outcomes import records_of
-from ness.cli.times import CommandClock
 from ness.errors import NessError
 from ness.lab.runs.jobs import resolve
 from ness.lab.runs.log import logged, named

@@ -11,10 +11,8 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ness.cli.arguments import Common, How, given, parse, parse_flags, peek
-from ness.cli.display import display
+from ness.cli.display import CommandClock, display, records_of
 from ness.cli.main import WrongUse
-from ness.cli.outcomes import records_of
-from ness.cli.times import CommandClock
 from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.runs.experiment import Experiment, read

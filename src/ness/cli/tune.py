@@ -8,9 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ness.cli.arguments import Common, Request, parse
-from ness.cli.display import display
+from ness.cli.display import CommandClock, display
 from ness.cli.main import WrongUse
-from ness.cli.times import CommandClock
 from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.benchmarks.validation import on_validation

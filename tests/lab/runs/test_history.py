@@ -1,4 +1,4 @@
-from ness.lab.runs.history import History, history
+from ness.lab.runs.run_folder import History, history
 
 
 def task(number: int, time: float = 10.0) -> dict:

@@ -72,7 +72,7 @@ def test_a_run_that_nobody_noted_is_seen_too(tmp_path: Path) -> None:
 
 
 def standing(method: str, state: str, seconds: float = 0.0, epoch: int = 0) -> Standing:
-    from ness.lab.runs.history import History
+    from ness.lab.runs.run_folder import History
 
     asked = RunRequest("f", "b", method, "fixed", 1, 1, 10)
     result = {"total_seconds": seconds} if state == "done" else None

@@ -8,8 +8,8 @@ import torch
 import tiny
 from ness.lab.gpu.coroutines import Coroutine, own_time, pause
 from ness.lab.gpu.scheduler import side_by_side
+from ness.lab.runs.environment import PHASES, Stopwatch, table, together
 from ness.lab.runs.run import Options, run
-from ness.lab.runs.stopwatch import PHASES, Stopwatch, table, together
 
 
 class Clock:

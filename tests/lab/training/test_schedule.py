@@ -1,7 +1,7 @@
 import pytest
 
 from ness.lab.runs.settings import Training
-from ness.lab.training.schedule import Plateau, plateau, rates
+from ness.lab.training.optimizers import Plateau, plateau, rates
 
 
 def trace(losses: list[float], training: Training) -> list[Plateau]:

@@ -13,8 +13,8 @@ from ness.errors import NessError
 from ness.lab.methods._selection import SelectOn
 from ness.lab.networks.base import Network
 from ness.lab.networks.norms import without_update
+from ness.lab.runs.environment import Stopwatch
 from ness.lab.runs.settings import Training
-from ness.lab.runs.stopwatch import Stopwatch
 from ness.lab.training import optimizers
 from ness.lab.training.loader import Batch, Samples
 from ness.lab.training.losses import cross_entropy

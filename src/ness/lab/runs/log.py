@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ness.lab import registry
-from ness.lab.runs.history import History, history
 from ness.lab.runs.jobs import Job
 from ness.lab.runs.metrics import backward_transfer
 from ness.lab.runs.queue import lines
 from ness.lab.runs.run import Listener, folder_of
+from ness.lab.runs.run_folder import History, history
 from ness.lab.training.loop import Event
 
 

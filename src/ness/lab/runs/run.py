@@ -18,10 +18,10 @@ from ness.lab.gpu.capture import runner_for
 from ness.lab.gpu.coroutines import own_time, pause
 from ness.lab.runs import checkpoint, environment
 from ness.lab.runs.checkpoint import write_json
+from ness.lab.runs.environment import Stopwatch
 from ness.lab.runs.jobs import SCHEMA, Job
 from ness.lab.runs.metrics import scores
 from ness.lab.runs.run_folder import RunFolder
-from ness.lab.runs.stopwatch import Stopwatch
 from ness.lab.training.loop import Event, Trainer
 from ness.lab.training.task_statistics import named
 

@@ -11,8 +11,8 @@ from statistics import fmean
 from typing import Any, Literal
 
 from ness.lab.runs import queue
-from ness.lab.runs.history import History, history
 from ness.lab.runs.queue import RunRequest
+from ness.lab.runs.run_folder import History, history
 
 State = Literal["done", "running", "stopped", "failed", "waiting", "damaged"]
 SILENCE = 900.0  # seconds after which a run on another machine that says nothing counts as stopped

@@ -15,9 +15,9 @@ from ness.lab.gpu.capture import PlainRunner, Runner
 from ness.lab.gpu.coroutines import pause
 from ness.lab.methods.base import Context, Method, MethodSpec, TaskData, open_for
 from ness.lab.networks.base import Network, NetworkSpec, Norms, build
+from ness.lab.runs.environment import Stopwatch
+from ness.lab.runs.environment import together as together_in_time
 from ness.lab.runs.settings import Training, draws_validation, part_of
-from ness.lab.runs.stopwatch import Stopwatch
-from ness.lab.runs.stopwatch import together as together_in_time
 from ness.lab.training.evaluate import evaluate
 from ness.lab.training.loader import LARGE_BATCH, SPLITS, Samples, SplitName, fixed_order, on_device, together
 from ness.lab.training.seeds import Randomness

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ness.lab.methods.base import Context, Method, TaskData, clear
 from ness.lab.training import optimizers
 from ness.lab.training.loader import Clock, epoch_order
-from ness.lab.training.schedule import Plateau, plateau, rates
+from ness.lab.training.optimizers import Plateau, plateau, rates
 from ness.lab.training.step import Inputs, Step
 
 Tensors = dict[str, Tensor]
