@@ -98,10 +98,14 @@ def test_what_is_said_of_the_first_task_follows_from_the_records() -> None:
 
 def test_one_recipe_for_all() -> None:
     rows = named("recipe-cifar100")
-    assert set(rows) == {"finetune", "frozen", "joint", "NESS", "GPM", "SGP", "TRGP", "CODE-CL", "NESS+"}
+    assert set(rows) == {"finetune", "frozen", "joint", "NESS", "GPM", "SGP", "TRGP", "CODE-CL", "WSN", "NESS+"}
     for title, job in rows.items():
         found = {name: getattr(job.settings, name) for name in RECIPE}
-        own = {"joint": {"mixup": 0.0}, "NESS+": {"norm": "stored"}}  # whose norms are a task's own by themselves
+        own = {
+            "joint": {"mixup": 0.0},
+            "WSN": {"optimizer": "adamw", "lr": 0.001},  # for its scores
+            "NESS+": {"norm": "stored"},  # whose norms are a task's own by themselves
+        }
         assert found == RECIPE | own.get(title, {}), title
     assert rows["NESS+"].changes == {}
 
