@@ -9,6 +9,8 @@ from ness.certificate import Certificate, CertificateRow
 from ness.comparison import Comparison
 from ness.errors import NessError, NessWarning
 from ness.guard import NullSpace
+from ness.repairing.repair import repair
+from ness.repairing.report import Front, Repair, RepairRow
 from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft, Within
 from ness.statistics.gram import Gram
 
@@ -19,6 +21,11 @@ __all__ = [
     "CertificateRow",
     "Comparison",
     "Gram",
+    # a fine-tune that has forgotten already
+    "repair",
+    "Repair",
+    "RepairRow",
+    "Front",
     # which directions are free
     "Rule",
     "Nuclear",
