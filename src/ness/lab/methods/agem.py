@@ -82,7 +82,7 @@ def balanced(labels: Tensor, count: int, generator: Generator) -> Tensor:
     tensor([2, 1, 2])
     """
     order = torch.randperm(len(labels), generator=generator, device=labels.device)
-    classes, shuffled = labels.unique(return_inverse=True)
+    classes, shuffled = torch.unique(labels, return_inverse=True)
     shuffled = shuffled[order]
     own = (shuffled.unsqueeze(1) == torch.arange(len(classes), device=labels.device)).cumsum(0)
     rank = own.gather(1, shuffled.unsqueeze(1)).squeeze(1)  # the how manyth of its class, counted from 1

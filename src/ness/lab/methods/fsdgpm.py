@@ -227,7 +227,7 @@ class Fsdgpm(Projecting):
         filled = int(self.memory.filled)
         tasks = self.memory.tasks[:filled]
         found: dict[str, list[Tensor]] = {name: [] for name in self.layers}
-        for task in tasks[order].unique().tolist():
+        for task in sorted(set(tasks[order].tolist())):
             wanted = order[tasks[order] == task]
             others = (tasks == task).nonzero().flatten()
             others = others[~torch.isin(others, wanted)][: max(0, EVALUATION_BATCH - len(wanted))]
