@@ -31,7 +31,7 @@ from ness.verbs import comparing, transitions
 from ness.verbs.checks import check_guard_options
 from ness.verbs.constraining import check_constrain, constraining
 from ness.verbs.observing import observed, reduce
-from ness.verbs.remainder import Remainder
+from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
@@ -117,6 +117,17 @@ class NullSpace:
     def skipped(self) -> dict[str, str]:
         """Layers that stay frozen, each with the reason."""
         return {**self._found.skipped, **self._idle}
+
+    @property
+    def unprotected(self) -> dict[str, int]:
+        """Names and sizes of all that is trainable now and that no bound covers: {parameter: how many numbers}.
+
+        Excluded modules, and whatever else has `requires_grad`: embeddings, norms (also those that a task trains for
+        itself: `use` puts the others back), layers that saw no row yet, parameters that were unfrozen after observing.
+        Before the first `observe` that is everything. `compare` measures what it does.
+        """
+        protected = () if self.constrained else [p.layer for p in self._protected.values() if p.gram.count]
+        return unprotected(self.model, protected)
 
     @property
     def grams(self) -> dict[str, Gram]:
@@ -252,6 +263,7 @@ class NullSpace:
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+            unprotected=self.unprotected,
         )
 
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
