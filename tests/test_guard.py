@@ -100,7 +100,7 @@ def test_the_three_verbs_as_the_readme_has_them(name: str, tmp_path: Any) -> Non
     guard.constrain()
     optimizer = torch.optim.AdamW(guard.parameters(), lr=1e-3)
     train(model, optimizer, new_inputs)
-    assert "holds" in str(guard.certificate())
+    assert "within its bounds" in str(guard.certificate())
     guard.merge()
     guard.observe(new_inputs)
     guard.save(tmp_path / "guard")
