@@ -554,7 +554,7 @@ def test_the_resnet_example_prints_a_certificate() -> None:
     text = str(guard.certificate())
     assert text.splitlines()[0].split()[:4] == ["name", "fan", "in", "rank"]
     assert "conv1" in text
-    assert "holds" in text
+    assert "within its bounds" in text
 
 
 def test_a_second_name_for_what_was_observed_says_how_a_task_begins() -> None:
