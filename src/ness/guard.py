@@ -29,9 +29,9 @@ from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.checks import check_guard_options
-from ness.verbs.constraining import check_constrain, constraining
+from ness.verbs.constraining import Options, check_constrain, constraining
 from ness.verbs.observing import observed, reduce
-from ness.verbs.remainder import Remainder
+from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
@@ -119,6 +119,17 @@ class NullSpace:
         return {**self._found.skipped, **self._idle}
 
     @property
+    def unprotected(self) -> dict[str, int]:
+        """Names and sizes of all that is trainable now and that no bound covers: {parameter: how many numbers}.
+
+        Excluded modules, and whatever else has `requires_grad`: embeddings, norms (also those that a task trains for
+        itself: `use` puts the others back), layers that saw no row yet, parameters that were unfrozen after observing.
+        Before the first `observe` that is everything. `compare` measures what it does.
+        """
+        protected = () if self.constrained else [p.layer for p in self._protected.values() if p.gram.count]
+        return unprotected(self.model, protected)
+
+    @property
     def grams(self) -> dict[str, Gram]:
         """What each layer has seen: `ness.Gram` by layer name."""
         return {name: protected.gram for name, protected in self._protected.items()}
@@ -194,6 +205,8 @@ class NullSpace:
         max_drift: float | None = None,
         task: str | None = None,
         private: int = 0,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
@@ -209,9 +222,21 @@ class NullSpace:
             private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
+            rank: train ΔW = A B M at this rank, as small as a LoRA adapter: A (o, r) from zero and B (r, d) are
+                trained, M confines them to the free directions, under any optimizer. Biases stay as they are. A layer
+                with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
+                space. `export_lora` writes it as a PEFT folder.
+            generator: draws the start of B; torch's own by default.
+
+        >>> from ness.rules import Rank
+        >>> guard = NullSpace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), rule=Rank(6), exclude="1")
+        >>> guard.observe(torch.randn(100, 8))
+        >>> guard.constrain(rank=2)
+        >>> {name: tuple(p.shape) for name, p in guard.model.named_parameters() if name.startswith("0.ness")}
+        {'0.ness_weight': (1, 4, 2), '0.ness_weight_down': (1, 2, 8)}
         """
         with ordinary_tensors():
-            for _ in constraining(self, form, max_drift, task, private, depth=3):
+            for _ in constraining(self, Options(form, max_drift, task, private, rank, generator), depth=3):
                 pass
 
     def constraining(
@@ -220,6 +245,8 @@ class NullSpace:
         max_drift: float | None = None,
         task: str | None = None,
         private: int = 0,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> Iterator[str]:
         """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
 
@@ -232,8 +259,9 @@ class NullSpace:
         >>> [layer for layer in guard.constraining()], guard.constrained
         (['0', '1'], True)
         """
-        distributed.together(lambda: check_constrain(self, form, max_drift, task, private))
-        return constraining(self, form, max_drift, task, private, depth=2)
+        options = Options(form, max_drift, task, private, rank, generator)
+        distributed.together(lambda: check_constrain(self, options))
+        return constraining(self, options, depth=2)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 
@@ -252,6 +280,7 @@ class NullSpace:
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+            unprotected=self.unprotected,
         )
 
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
