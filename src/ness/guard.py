@@ -21,6 +21,7 @@ from ness.layers.names import as_patterns
 from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
+from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of, masks_of_batch
 from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
 from ness.storage.folder import load_folder, save_folder, write_state_dict
 from ness.tasks import Tasks
@@ -30,7 +31,7 @@ from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.checks import check_guard_options
 from ness.verbs.constraining import check_constrain, constraining
-from ness.verbs.observing import observed, reduce
+from ness.verbs.observing import observed, reduce, warn_of_padding
 from ness.verbs.remainder import Remainder
 from ness.verbs.transitions import updates_of
 
@@ -99,6 +100,8 @@ class NullSpace:
         self._form: Form = "any"
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
+        self._unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
+        self._masking: Masking | None = None  # which rows are padding, while observing
         self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
 
     # -- what it holds ----------------------------------------------------------------------------------------------
@@ -119,6 +122,15 @@ class NullSpace:
         return {**self._found.skipped, **self._idle}
 
     @property
+    def unmasked(self) -> dict[str, str]:
+        """Layers that were observed beside a mask and whose rows may count padding all the same, each with the reason.
+
+        Their shapes did not tell which rows are tokens (experts that gather tokens, another sequence's states), so all
+        rows count: more is protected than need be.
+        """
+        return dict(self._unmasked)
+
+    @property
     def grams(self) -> dict[str, Gram]:
         """What each layer has seen: `ness.Gram` by layer name."""
         return {name: protected.gram for name, protected in self._protected.items()}
@@ -135,31 +147,85 @@ class NullSpace:
 
     # -- observe ----------------------------------------------------------------------------------------------------
 
-    def observe(self, batches: Any, forward: Forward | None = None, task: str | None = None) -> None:
+    def observe(
+        self, batches: Any, forward: Forward | None = None, task: str | None = None, mask: MaskOf | None = None
+    ) -> None:
         """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
+
+        Padding is no row: where a batch (a mapping, or an object with keys) has an `attention_mask` (batch, tokens), the
+        statistics are those of the unpadded sequences, left- and right-padded ones alike. An encoder-decoder's other
+        side follows its `decoder_attention_mask`. Layers with one row a sample, such as poolers, count all their rows;
+        where shapes leave a doubt all rows count, and the layer is in `unmasked`.
 
         Args:
             batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
                 model is called with; any other form needs `forward`.
             forward: `forward(model, batch)`, how the model is run on one batch.
             task: names what the model knows now ("first" by default).
+            mask: `mask(batch)` says which tokens are real, instead of `attention_mask`: (batch, tokens), True or 1
+                where a token is real; None where all are. For (input, mask) batches: `mask=lambda batch: batch[1]`.
 
-        NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
-        or within 64 batches, since asking the device after each would make it wait.
+        Raises:
+            NessError: there was no batch, or no row that is no padding; a mask is 3-D or 4-D, or is one that is added
+                to scores; or NaN or Inf in a batch: the statistics are then those of the batches before it. That comes
+                at the end, or within 64 batches, since asking the device after each would make it wait.
+
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+        >>> guard = NullSpace(model)
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 0, 0]])
+        >>> guard.observe([(tokens, tokens != 0)], mask=lambda batch: batch[1])
+        >>> guard.grams["1"].count
+        4
         """
+        check_mask_of(mask)
+        before = set(self._unmasked)
         with observed(self, task) as recorder:
             index = -1
             for index, batch in enumerate(batches_of(batches)):
                 recorder.drop()
+                assert recorder.masking is not None
+                recorder.masking.begin(masks_of_batch(batch, mask, self.model), fixed=mask is not None)
                 call_model(self.model, batch, forward)
                 recorder.end(f"batch {index}")
             if index < 0:
                 nothing_seen("there was no batch")
+            recorder.check_rows()
+        warn_of_padding(self, before, depth=2)
 
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
-        """Observe the forward passes that the caller runs inside the `with`."""
+        """Observe the forward passes that the caller runs inside the `with`.
+
+        A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none.
+        """
+        before = set(self._unmasked)
         with observed(self, task) as recorder, passes_of(self.model, recorder):
+            yield
+            recorder.check_rows()
+        warn_of_padding(self, before, depth=3)
+
+    @contextmanager
+    def masked(self, mask: Any) -> Iterator[None]:
+        """Say which tokens of the forward passes inside are real; inside `observing()`.
+
+        Args:
+            mask: (batch, tokens), True or 1 where a token is real and 0 where it is padding; None: all are real; or a
+                mapping with `attention_mask` and `decoder_attention_mask`.
+
+        Raises:
+            NessError: not inside `observing()`, or a mask that does not say which tokens are padding.
+
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+        >>> guard = NullSpace(model)
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 0, 0]])
+        >>> with guard.observing(), guard.masked(tokens != 0):
+        ...     _ = model(tokens)
+        >>> guard.grams["1"].count
+        4
+        """
+        if self._masking is None:
+            raise NessError("masked: the guard is not observing; use it inside `with guard.observing():`")
+        with self._masking.holding(masks_of(mask, self.model)):
             yield
 
     def _refresh(self) -> None:

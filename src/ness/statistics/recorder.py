@@ -16,6 +16,7 @@ from ness.errors import NessError
 from ness.layers import Layer, Record, Rows
 from ness.statistics.gram import add_gram_
 from ness.statistics.moments import Moments
+from ness.statistics.padding import Masking, is_mapping
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -50,8 +51,12 @@ class Recorder:
     that decides. The host learns of it in `check`.
     """
 
-    def __init__(self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64) -> None:
-        self.open_books, self.dtype = open_books, dtype
+    def __init__(
+        self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64, masking: Masking | None = None
+    ) -> None:
+        self.open_books, self.dtype, self.masking = open_books, dtype, masking
+        self.unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
+        self.rows = self.padding = 0  # rows that were recorded, and those that were left out
         self.staged: dict[str, Staged] = {}
         self.unread: list[Pass] = []
         self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
@@ -59,6 +64,7 @@ class Recorder:
     def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         """Add one forward call of one layer to the pass under way."""
         with torch.inference_mode(False), torch.no_grad():  # what is booked here is written to outside that mode
+            rows, outputs = self._without_padding(layer, rows, outputs)
             books, added = self.open_books(layer.name), energy(outputs)
             staged = self.staged.get(layer.name)
             if staged is None:
@@ -66,8 +72,30 @@ class Recorder:
             else:
                 staged.energy = staged.energy + added
             add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
-        staged.count += rows.numel() // (layer.groups * layer.fan_in)
+        count = rows.numel() // (layer.groups * layer.fan_in)
+        staged.count += count
+        self.rows += count
         staged.calls += 1
+
+    def _without_padding(self, layer: Layer, rows: Rows, outputs: Tensor) -> tuple[Rows, Tensor]:
+        """The rows and outputs of one call that are no padding."""
+        padding = None if self.masking is None else self.masking.now
+        if padding is None or not padding.needed:
+            return rows, outputs
+        positions = layer.by_position(outputs)
+        index, doubt = padding.real_rows(layer, rows, tuple(positions.shape[:-1]))
+        if doubt is not None:
+            self.unmasked.setdefault(layer.name, doubt)
+        if index is None:
+            return rows, outputs
+        flat = rows.reshape(layer.groups, -1, layer.fan_in)
+        self.padding += flat.shape[1] - len(index)
+        return flat.index_select(1, index), positions.reshape(flat.shape[1], -1).index_select(0, index)
+
+    def check_rows(self) -> None:
+        """Refuse to have been shown nothing but padding."""
+        if self.padding and not self.rows:
+            nothing_seen("every token is padding")
 
     def drop(self) -> None:
         """Forget the pass under way: it broke off."""
@@ -180,7 +208,8 @@ def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             recorder.end(f"pass {passes}")
             passes += 1
 
-    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends, always_call=True)]
+    # before any hook that may raise, since `ends` is called whatever happens
+    handles = [model.register_forward_pre_hook(begins, prepend=True), model.register_forward_hook(ends, always_call=True)]
     try:
         yield
     finally:
@@ -203,7 +232,7 @@ def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Recor
 
 def batches_of(batches: Any) -> Iterable[Any]:
     """Any iterable of batches; a bare tensor or a dict is one batch."""
-    if isinstance(batches, (Tensor, Mapping)):
+    if isinstance(batches, Tensor) or is_mapping(batches):
         return [batches]
     if not isinstance(batches, Iterable):
         raise NessError(f"observe: found {type(batches).__name__}, expected batches: an iterable, or one tensor")
@@ -217,7 +246,7 @@ def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
         return forward(model, batch)
     if isinstance(batch, Tensor):
         return model(batch)
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         return model(**batch)
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
         return model(batch[0])
@@ -237,8 +266,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Tensors moved to a device, inside tuples, lists and dicts too."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+    if is_mapping(value):
+        return {key: to_device(value[key], device) for key in value.keys()}
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, (tuple, list)):

@@ -53,6 +53,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "phase": guard._phase,
         "form": guard._form,
         "idle": dict(guard._idle),
+        "unmasked": dict(guard._unmasked),
         "layers": layers,
         "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
@@ -183,6 +184,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         }
         remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+        unmasked = dict(manifest.get("unmasked", {}))  # older guards knew no masks
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
@@ -194,7 +196,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         if values and set(values) != expected:
             raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
     guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
-    guard._form, guard._idle, guard._remainder = form, idle, remainder
+    guard._form, guard._idle, guard._remainder, guard._unmasked = form, idle, remainder, unmasked
     guard._tasks.private = private
     guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
     guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]

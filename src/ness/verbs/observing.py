@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
@@ -10,9 +11,11 @@ import torch
 
 from ness import distributed
 from ness._precision import ordinary_tensors
-from ness.errors import NessError
+from ness.errors import NessError, NessWarning
+from ness.layers.names import listed
 from ness.statistics.moments import Moments
-from ness.statistics.recorder import Recorder, watching
+from ness.statistics.padding import Masking
+from ness.statistics.recorder import Recorder, nothing_seen, watching
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
 from ness.verbs.comparing import remember
@@ -32,9 +35,11 @@ def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
         for protected in guard._protected.values():
             protected.rebase_anchor()
     known = set(guard._protected)
-    recorder = Recorder(lambda name: accumulator(guard, name), guard.statistics_dtype)
+    masking = Masking(guard.model)
+    recorder = Recorder(lambda name: accumulator(guard, name), guard.statistics_dtype, masking)
     try:
-        with watching(guard.model, guard._found.layers.values(), recorder.record):
+        with masking.following(), watching(guard.model, guard._found.layers.values(), recorder.record):
+            guard._masking = masking
             yield recorder
         recorder.check()
     except BaseException as error:
@@ -44,6 +49,8 @@ def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
             error.add_note(str(problem))
         raise
     finally:
+        guard._masking = None
+        guard._unmasked |= recorder.unmasked
         unseen = [name for name, held in guard._protected.items() if name not in known and held.gram.count == 0]
         for name in unseen:
             del guard._protected[name]
@@ -51,6 +58,18 @@ def observed(guard: NullSpace, task: str | None) -> Iterator[Recorder]:
             for protected in guard._protected.values():
                 protected.commit_pending()
             remember(guard)
+
+
+def warn_of_padding(guard: NullSpace, before: Collection[str], depth: int) -> None:
+    """Name the layers, once each, whose rows may count padding."""
+    new = [name for name in guard._unmasked if name not in before]
+    if new:
+        warnings.warn(
+            f"padding may count as rows in {listed(new)}: {guard._unmasked[new[0]]}. All rows of these layers count, so "
+            "more is protected than need be; guard.unmasked has the reasons",
+            NessWarning,
+            stacklevel=depth + 1,
+        )
 
 
 def device_of_books(guard: NullSpace, name: str) -> torch.device:
