@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +20,8 @@ from ness.layers.names import as_patterns
 from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
-from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of, masks_of_batch
-from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
+from ness.statistics.padding import Masking
+from ness.statistics.recorder import Forward
 from ness.storage.folder import load_folder, save_folder, write_state_dict
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
@@ -30,15 +29,15 @@ from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.checks import check_guard_options
-from ness.verbs.constraining import check_constrain, constraining
-from ness.verbs.observing import observed, reduce, warn_of_padding
-from ness.verbs.remainder import Remainder
+from ness.verbs.constraining import Options, check_constrain, constraining
+from ness.verbs.observing import Observes, reduce
+from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
 
 
-class NullSpace:
+class NullSpace(Observes):
     """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
 
     >>> _ = torch.manual_seed(0)
@@ -122,13 +121,15 @@ class NullSpace:
         return {**self._found.skipped, **self._idle}
 
     @property
-    def unmasked(self) -> dict[str, str]:
-        """Layers that were observed beside a mask and whose rows may count padding all the same, each with the reason.
+    def unprotected(self) -> dict[str, int]:
+        """Names and sizes of all that is trainable now and that no bound covers: {parameter: how many numbers}.
 
-        Their shapes did not tell which rows are tokens (experts that gather tokens, another sequence's states), so all
-        rows count: more is protected than need be.
+        Excluded modules, and whatever else has `requires_grad`: embeddings, norms (also those that a task trains for
+        itself: `use` puts the others back), layers that saw no row yet, parameters that were unfrozen after observing.
+        Before the first `observe` that is everything. `compare` measures what it does.
         """
-        return dict(self._unmasked)
+        protected = () if self.constrained else [p.layer for p in self._protected.values() if p.gram.count]
+        return unprotected(self.model, protected)
 
     @property
     def grams(self) -> dict[str, Gram]:
@@ -144,89 +145,6 @@ class NullSpace:
         """What to train: updates, a task's norms and private part, and what is trainable in excluded modules."""
         self._require_constrained("parameters()")
         return [p for p in self.model.parameters() if p.requires_grad]
-
-    # -- observe ----------------------------------------------------------------------------------------------------
-
-    def observe(
-        self, batches: Any, forward: Forward | None = None, task: str | None = None, mask: MaskOf | None = None
-    ) -> None:
-        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
-
-        Padding is no row: where a batch (a mapping, or an object with keys) has an `attention_mask` (batch, tokens), the
-        statistics are those of the unpadded sequences, left- and right-padded ones alike. An encoder-decoder's other
-        side follows its `decoder_attention_mask`. Layers with one row a sample, such as poolers, count all their rows;
-        where shapes leave a doubt all rows count, and the layer is in `unmasked`.
-
-        Args:
-            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
-                model is called with; any other form needs `forward`.
-            forward: `forward(model, batch)`, how the model is run on one batch.
-            task: names what the model knows now ("first" by default).
-            mask: `mask(batch)` says which tokens are real, instead of `attention_mask`: (batch, tokens), True or 1
-                where a token is real; None where all are. For (input, mask) batches: `mask=lambda batch: batch[1]`.
-
-        Raises:
-            NessError: there was no batch, or no row that is no padding; a mask is 3-D or 4-D, or is one that is added
-                to scores; or NaN or Inf in a batch: the statistics are then those of the batches before it. That comes
-                at the end, or within 64 batches, since asking the device after each would make it wait.
-
-        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
-        >>> guard = NullSpace(model)
-        >>> tokens = torch.tensor([[5, 6, 7], [8, 0, 0]])
-        >>> guard.observe([(tokens, tokens != 0)], mask=lambda batch: batch[1])
-        >>> guard.grams["1"].count
-        4
-        """
-        check_mask_of(mask)
-        before = set(self._unmasked)
-        with observed(self, task) as recorder:
-            index = -1
-            for index, batch in enumerate(batches_of(batches)):
-                recorder.drop()
-                assert recorder.masking is not None
-                recorder.masking.begin(masks_of_batch(batch, mask, self.model), fixed=mask is not None)
-                call_model(self.model, batch, forward)
-                recorder.end(f"batch {index}")
-            if index < 0:
-                nothing_seen("there was no batch")
-            recorder.check_rows()
-        warn_of_padding(self, before, depth=2)
-
-    @contextmanager
-    def observing(self, task: str | None = None) -> Iterator[None]:
-        """Observe the forward passes that the caller runs inside the `with`.
-
-        A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none.
-        """
-        before = set(self._unmasked)
-        with observed(self, task) as recorder, passes_of(self.model, recorder):
-            yield
-            recorder.check_rows()
-        warn_of_padding(self, before, depth=3)
-
-    @contextmanager
-    def masked(self, mask: Any) -> Iterator[None]:
-        """Say which tokens of the forward passes inside are real; inside `observing()`.
-
-        Args:
-            mask: (batch, tokens), True or 1 where a token is real and 0 where it is padding; None: all are real; or a
-                mapping with `attention_mask` and `decoder_attention_mask`.
-
-        Raises:
-            NessError: not inside `observing()`, or a mask that does not say which tokens are padding.
-
-        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
-        >>> guard = NullSpace(model)
-        >>> tokens = torch.tensor([[5, 6, 7], [8, 0, 0]])
-        >>> with guard.observing(), guard.masked(tokens != 0):
-        ...     _ = model(tokens)
-        >>> guard.grams["1"].count
-        4
-        """
-        if self._masking is None:
-            raise NessError("masked: the guard is not observing; use it inside `with guard.observing():`")
-        with self._masking.holding(masks_of(mask, self.model)):
-            yield
 
     def _refresh(self) -> None:
         """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
@@ -260,6 +178,8 @@ class NullSpace:
         max_drift: float | None = None,
         task: str | None = None,
         private: int = 0,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
@@ -275,9 +195,21 @@ class NullSpace:
             private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
+            rank: train ΔW = A B M at this rank, as small as a LoRA adapter: A (o, r) from zero and B (r, d) are
+                trained, M confines them to the free directions, under any optimizer. Biases stay as they are. A layer
+                with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
+                space. `export_lora` writes it as a PEFT folder.
+            generator: draws the start of B; torch's own by default.
+
+        >>> from ness.rules import Rank
+        >>> guard = NullSpace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), rule=Rank(6), exclude="1")
+        >>> guard.observe(torch.randn(100, 8))
+        >>> guard.constrain(rank=2)
+        >>> {name: tuple(p.shape) for name, p in guard.model.named_parameters() if name.startswith("0.ness")}
+        {'0.ness_weight': (1, 4, 2), '0.ness_weight_down': (1, 2, 8)}
         """
         with ordinary_tensors():
-            for _ in constraining(self, form, max_drift, task, private, depth=3):
+            for _ in constraining(self, Options(form, max_drift, task, private, rank, generator), depth=3):
                 pass
 
     def constraining(
@@ -286,6 +218,8 @@ class NullSpace:
         max_drift: float | None = None,
         task: str | None = None,
         private: int = 0,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
     ) -> Iterator[str]:
         """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
 
@@ -298,8 +232,9 @@ class NullSpace:
         >>> [layer for layer in guard.constraining()], guard.constrained
         (['0', '1'], True)
         """
-        distributed.together(lambda: check_constrain(self, form, max_drift, task, private))
-        return constraining(self, form, max_drift, task, private, depth=2)
+        options = Options(form, max_drift, task, private, rank, generator)
+        distributed.together(lambda: check_constrain(self, options))
+        return constraining(self, options, depth=2)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 
@@ -318,6 +253,7 @@ class NullSpace:
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+            unprotected=self.unprotected,
         )
 
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:

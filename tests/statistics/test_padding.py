@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections import UserDict
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -221,7 +220,10 @@ def test_any_object_with_keys(keys: Any) -> None:
     batch = (Keyed if keys == "object" else keys)(padded(sequences))
     equal(*guards(Encoder(), [batch], alone(sequences)))
     equal(*guards(Encoder(), batch, alone(sequences)))  # a bare one is one batch
-    forward: Callable[..., Any] = lambda model, pair: model(**{key: pair[0][key] for key in pair[0].keys()})  # noqa: E731
+
+    def forward(model: nn.Module, pair: Any) -> Any:
+        return model(**pair[0])
+
     equal(*guards(Encoder(), [(batch, torch.zeros(3))], alone(sequences), forward=forward))
 
 

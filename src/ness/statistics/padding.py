@@ -125,8 +125,8 @@ def _mask(name: str, value: Any, ids: Tensor | None, what: str) -> Mask | None:
         value = value.flatten(0, 1)  # several choices a sample, which the model flattens
     if value.ndim != 2:
         raise NessError(
-            f"{what} is {value.ndim}-D {tuple(value.shape)}: it says who attends to whom, not which tokens are padding; "
-            f"expected (batch, tokens). Packed sequences have no padding: {_HELP}"
+            f"{what} is {value.ndim}-D {tuple(value.shape)}: it says who attends to whom, not which tokens are "
+            f"padding; expected (batch, tokens). Packed sequences have no padding: {_HELP}"
         )
     value = value.detach().cpu()
     if value.dtype.is_complex or (value.dtype != torch.bool and not bool((value >= 0).all())):

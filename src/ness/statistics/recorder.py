@@ -209,7 +209,10 @@ def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             passes += 1
 
     # before any hook that may raise, since `ends` is called whatever happens
-    handles = [model.register_forward_pre_hook(begins, prepend=True), model.register_forward_hook(ends, always_call=True)]
+    handles = [
+        model.register_forward_pre_hook(begins, prepend=True),
+        model.register_forward_hook(ends, always_call=True),
+    ]
     try:
         yield
     finally:
@@ -267,7 +270,7 @@ def to_device(value: Any, device: torch.device) -> Any:
     if isinstance(value, Tensor):
         return value.to(device)
     if is_mapping(value):
-        return {key: to_device(value[key], device) for key in value.keys()}
+        return {key: to_device(value[key], device) for key in value.keys()}  # noqa: SIM118
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, (tuple, list)):
