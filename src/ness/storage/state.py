@@ -55,7 +55,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "phase": guard._phase,
         "form": guard._form,
         "idle": dict(guard._idle),
-        "unmasked": dict(guard._unmasked),
+        **({"unmasked": dict(guard._unmasked)} if guard._unmasked else {}),
         "layers": layers,
         "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
