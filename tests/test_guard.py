@@ -99,7 +99,7 @@ def test_the_three_verbs_as_the_readme_has_them(name: str, tmp_path: Any) -> Non
     guard.constrain()
     optimizer = torch.optim.AdamW(guard.parameters(), lr=1e-3)
     train(model, optimizer, new_inputs)
-    assert "holds" in str(guard.certificate())
+    assert "within its bounds" in str(guard.certificate())
     guard.merge()
     guard.observe(new_inputs)
     guard.save(tmp_path / "guard")
@@ -553,7 +553,7 @@ def test_the_resnet_example_prints_a_certificate() -> None:
     text = str(guard.certificate())
     assert text.splitlines()[0].split()[:4] == ["name", "fan", "in", "rank"]
     assert "conv1" in text
-    assert "holds" in text
+    assert "within its bounds" in text
 
 
 def test_a_second_name_for_what_was_observed_says_how_a_task_begins() -> None:

@@ -29,9 +29,9 @@ from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.changes import Change, recover, whole
 from ness.verbs.checks import check_guard_options
-from ness.verbs.constraining import Progress, constrain
+from ness.verbs.constraining import Options, Progress, constrain
 from ness.verbs.observing import observed, reduce
-from ness.verbs.remainder import Remainder
+from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
@@ -119,6 +119,17 @@ class NullSpace:
     def skipped(self) -> dict[str, str]:
         """Layers that stay frozen, each with the reason."""
         return {**self._found.skipped, **self._idle}
+
+    @property
+    def unprotected(self) -> dict[str, int]:
+        """Names and sizes of all that is trainable now and that no bound covers: {parameter: how many numbers}.
+
+        Excluded modules, and whatever else has `requires_grad`: embeddings, norms (also those that a task trains for
+        itself: `use` puts the others back), layers that saw no row yet, parameters that were unfrozen after observing.
+        Before the first `observe` that is everything. `compare` measures what it does.
+        """
+        protected = () if self.constrained else [p.layer for p in self._protected.values() if p.gram.count]
+        return unprotected(self.model, protected)
 
     @property
     def grams(self) -> dict[str, Gram]:
@@ -210,6 +221,8 @@ class NullSpace:
         max_drift: float | None = None,
         task: str | None = None,
         private: int = 0,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
         progress: Progress | None = None,
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
@@ -226,21 +239,26 @@ class NullSpace:
             private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
-            progress: `progress(done, total, name)` is called whenever a layer is decomposed, which is what takes long.
-                The model is untouched until the last one; if it, or what was observed, has changed by then,
-                `constrain` is refused. Under torch.distributed all calls come at the end.
+            rank: train ΔW = A B M at this rank, as small as a LoRA adapter: A (o, r) from zero and B (r, d) are
+                trained, M confines them to the free directions, under any optimizer. Biases stay as they are. A layer
+                with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
+                space. `export_lora` writes it as a PEFT folder.
+            generator: draws the start of B; torch's own by default.
+            progress: `progress(done, total, name)` is called after each layer that is decomposed, which takes long; the
+                model is untouched until the last. Under torch.distributed all calls come at the end.
 
         Raises:
             NessError: nothing was observed, the options do not fit, or the model is constrained already. Then, and
                 after any other error or Ctrl-C, model and guard are as before.
 
-        >>> guard = NullSpace(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
-        >>> guard.observe([torch.eye(3)])
-        >>> guard.constrain(progress=lambda done, total, name: print(f"{done}/{total} {name}"))
-        1/2 0
-        2/2 1
+        >>> from ness.rules import Rank
+        >>> guard = NullSpace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), rule=Rank(6), exclude="1")
+        >>> guard.observe(torch.randn(100, 8))
+        >>> guard.constrain(rank=2)
+        >>> {name: tuple(p.shape) for name, p in guard.model.named_parameters() if name.startswith("0.ness")}
+        {'0.ness_weight': (1, 4, 2), '0.ness_weight_down': (1, 2, 8)}
         """
-        constrain(self, form, max_drift, task, private, progress)
+        constrain(self, Options(form, max_drift, task, private, rank, generator), progress)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 
@@ -260,6 +278,7 @@ class NullSpace:
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+            unprotected=self.unprotected,
         )
 
     @whole

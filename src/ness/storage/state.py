@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from ness.errors import NessError
+from ness.layers import Layer
 from ness.layers.norms import NormValues, norm_swaps, read_norms
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.statistics.gram import Gram
@@ -19,6 +20,7 @@ from ness.storage.folder import fingerprint
 from ness.tasks import Tasks
 from ness.updates.constraint import Constraint, Figures
 from ness.updates.layer_state import LayerState
+from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.update import Projector, Update
 from ness.verbs.remainder import Remainder
@@ -103,6 +105,7 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
         if constraint.update is not None:
             entry["constraint"] |= _pack_update(constraint.update, at, tensors)
         if constraint.columns is not None:
+            entry["constraint"]["own"] = constraint.columns.own
             tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
     return entry
 
@@ -131,6 +134,8 @@ def _pack_moments(moments: Moments, at: str) -> Tensors:
 
 
 def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
+    if isinstance(update, LowRankUpdate):
+        return _pack_low_rank(update, at, tensors)
     tensors |= {f"{at}/basis": update.basis, f"{at}/parameter": update.parameter}
     if update.projector is not None:
         tensors[f"{at}/scale"] = update.projector.squared_scale
@@ -140,6 +145,14 @@ def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
         tensors |= {f"{at}/sizes": update.sizes, f"{at}/limit": update.limit}
     projector = None if update.projector is None else update.projector.how
     return {"way": update.way, "projector": projector, "private": update.private}
+
+
+def _pack_low_rank(update: LowRankUpdate, at: str, tensors: Tensors) -> dict[str, Any]:
+    tensors |= {f"{at}/parameter": update.parameter, f"{at}/down": update.down}
+    tensors |= {f"{at}/free": update.free.matrix, f"{at}/kept": update.basis}
+    if update.sized is not None and update.limit is not None:
+        tensors |= {f"{at}/sizes": update.sized, f"{at}/limit": update.limit}
+    return {"way": update.way, "free": update.free.how, "cuts": update.free.cuts, "private": update.private}
 
 
 def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> NullSpace:
@@ -300,6 +313,9 @@ def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, e
     if "way" not in entry:
         return Constraint(int(entry["rank"]), tau, sigma, unscaled, None)
     here = layer.weight.device
+    if "free" in entry:
+        update: Update = _low_rank(layer, tensors, at, entry)
+        return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, _columns(protected, tensors, at, entry))
     basis, projector = tensors[f"{at}/basis"].to(here), None
     if entry["projector"] is not None:
         matrix = basis if entry["projector"] == "basis" else tensors[f"{at}/projector"].to(here)
@@ -310,8 +326,29 @@ def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, e
     update.parameter.data.copy_(saved)
     if f"{at}/limit" in tensors:
         update.sizes, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
-    columns = None
-    if private:
-        directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
-        columns = PrivateColumns(directions, _tensor(tensors, f"{at}/mixing", (*groups, private, private)).to(device))
-    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, columns)
+    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, _columns(protected, tensors, at, entry))
+
+
+def _columns(
+    protected: LayerState, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]
+) -> PrivateColumns | None:
+    layer, device, private = protected.layer, protected.anchor.device, int(entry.get("private", 0))
+    if not private:
+        return None
+    directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
+    mixing = _tensor(tensors, f"{at}/mixing", (layer.groups, private, private)).to(device)
+    return PrivateColumns(directions, mixing, bool(entry.get("own", False)))
+
+
+def _low_rank(layer: Layer, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> LowRankUpdate:
+    groups, here, private = layer.groups, layer.weight.device, int(entry["private"])
+    down, matrix = tensors[f"{at}/down"], tensors[f"{at}/free"].to(here)
+    _tensor(tensors, f"{at}/down", (groups, down.shape[-2], layer.fan_in))
+    _tensor(tensors, f"{at}/free", (groups, layer.fan_in, matrix.shape[-1]))
+    free = Projector(entry["free"], matrix, matrix.new_ones(layer.fan_in), bool(entry["cuts"]))
+    kept = _tensor(tensors, f"{at}/kept", (groups, layer.fan_in, private)).to(here)
+    update = LowRankUpdate(layer, entry["way"], free, down.to(here, copy=True), kept)
+    update.parameter.data.copy_(_tensor(tensors, f"{at}/parameter", update.parameter.shape))
+    if f"{at}/limit" in tensors:
+        update.sized, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
+    return update

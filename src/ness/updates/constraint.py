@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ness.statistics.spectrum import spectral_norm
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.update import Update
 
@@ -41,8 +42,15 @@ class Constraint:
         assert self.update is not None
         if self.columns is None:
             return self.update.running()
-        basis = self.update.basis[..., : self.update.shared].to(torch.float64)
+        with torch.no_grad():
+            basis = self.update.columns()[..., : self.update.shared].to(torch.float64)
         return self.update.layer.stored().to(torch.float64) + self.coefficients()[0] @ basis.mT
+
+    def norms(self) -> Tensor:
+        """‖A‖₂ and ‖A‖_F of the shared part (2, groups); of A B where both are trained."""
+        assert self.update is not None
+        matrix = self.update.bounding(self.coefficients()[0])
+        return torch.stack([spectral_norm(matrix), matrix.square().sum(dim=(-2, -1)).sqrt()]).cpu()
 
     def private_part(self, own: bool) -> PrivatePart | None:
         """The private part as it is trained so far."""

@@ -17,10 +17,9 @@ from ness.rules import Rule, Selection
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
-from ness.statistics.spectrum import Spectrum, decompose, restricted_sigma, selected_sigma, spectral_norm
+from ness.statistics.spectrum import Spectrum, decompose
 from ness.updates.constraint import Constraint, Figures
-from ness.updates.private import PrivatePart, columns_in_training, decompose_beside
-from ness.updates.update import Form, Projector, Update, cheapest_way
+from ness.updates.private import PrivatePart, decompose_beside
 
 Swap = tuple[Tensor, Tensor]  # a tensor of the model, and the value it is to have
 
@@ -160,18 +159,24 @@ class LayerState:
         """
         scale, width = self.scale(bias), self._free_width(bias)
         whole = self.moments.gram.matrix if self.relative is None else self.relative.gram
-        gram = self._scaled(whole, bias)[:, :width, :width]
+        gram = self.scaled(whole, bias)[:, :width, :width]
         if private:
-            held = gram[..., :0]
-            if self.directions is not None:
-                held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
+            shared, held = self.held_directions(bias), gram[..., :0]
+            if shared is not None:
+                held = shared[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
             about = self.layer.outputs, self.layer.name
             found = decompose_beside(gram, held, private, *about, norms=self.relative is None)
         else:
             found = decompose(gram, self.layer.outputs, self.layer.name)
         return replace(found, budget=self.budget())
 
-    def _scaled(self, gram: Tensor, bias: str) -> Tensor:
+    def held_directions(self, bias: str) -> Tensor | None:
+        """The private directions that tasks share, where a task can use them: not where they move a frozen bias."""
+        held = self.directions
+        moves_bias = held is not None and self.layer.bias is not None and bool(held[..., self.layer.fan_in, :].any())
+        return None if moves_bias and bias == "freeze" else held
+
+    def scaled(self, gram: Tensor, bias: str) -> Tensor:
         """S C S."""
         scale = self.scale(bias)
         return gram * scale * scale.unsqueeze(-1)
@@ -206,65 +211,6 @@ class LayerState:
         alive = (self.group_energy() > 0).to(selection.weights)
         return Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
 
-    def prepare(self, spectrum: Spectrum, selection: Selection, form: Form, bias: str) -> Constraint:
-        """The constraint of one task: B = S [Q diag(s), K], and the cheapest update on it."""
-        layer, device = self.layer, self.layer.weight.device
-        s, q = selection.weights, spectrum.directions
-        private = 0 if spectrum.private is None else spectrum.private.shape[-1]
-        if selection.rank + private == 0:
-            return Constraint(0, selection.threshold, torch.zeros_like(selection.threshold), q[..., :0], None)
-        scale = self.scale(bias)
-        k = self._padded(q[..., :0] if spectrum.private is None else spectrum.private)
-        chosen = self._columns(q * s.unsqueeze(-2), s > 0)
-        basis = torch.cat([chosen, k], dim=-1) * scale.unsqueeze(-1)
-        plain = self.relative is None  # else Q diagonalises R, not the Gram that the bound is about
-        sigma = (
-            selected_sigma(spectrum, s)
-            if plain
-            else restricted_sigma(self._scaled(self.moments.gram.matrix, bias), chosen)
-        )
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        rows = self.moments.gram.count / max(1, self.moments.calls)
-        way = cheapest_way(form, layer, rows, basis.shape[-1])
-        projector, unscaled = None, q[..., :0]
-        if form == "sgd":
-            inverse = torch.cat([self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0), k], dim=-1)
-            unscaled = inverse / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
-            outside = (1 - s.square()).clamp(min=0).sqrt()
-            complement = self._columns(q * outside.unsqueeze(-2), s < 1) * scale.unsqueeze(-1)
-            projector = Projector.of(*(t.to(device, dtype) for t in (basis, complement, scale)))
-        update = Update(layer, way, basis.to(device, dtype), projector, private)
-        columns = columns_in_training(k, scale, self.directions) if private else None
-        return Constraint(selection.rank, selection.threshold, sigma, unscaled, update, columns)
-
-    def _columns(self, directions: Tensor, chosen: Tensor) -> Tensor:
-        """The chosen columns of each group, padded with zeros to a common number."""
-        most = int(chosen.sum(dim=-1).max()) if chosen.numel() else 0
-        order = (~chosen).to(torch.int8).argsort(dim=-1, stable=True)[:, :most]
-        index = order.unsqueeze(-2).expand(-1, directions.shape[-2], -1)
-        columns = directions.gather(-1, index) * chosen.gather(-1, order).unsqueeze(-2)
-        return self._padded(columns)
-
-    def _padded(self, columns: Tensor) -> Tensor:
-        """Columns (groups, width, n): a frozen bias gets a row of 0."""
-        return torch.nn.functional.pad(columns, (0, 0, 0, self.layer.width - columns.shape[-2]))
-
-    def limit_drift(self, update: Update, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
-        """Limit a new update: the layer's whole RMS drift stays under a fraction of its outputs' RMS.
-
-        Earlier tasks' drift counts, too. Under a relative rule T is kept under the fraction, and with it every single
-        task's drift and their mean.
-        """
-        s = selection.weights
-        change = self.shared_weights().to(self.anchor.device, torch.float64) - self.anchor.to(torch.float64)
-        floor = torch.maximum(spectrum.sigma, spectrum.noise.unsqueeze(-1))
-        sizes = self._columns((floor * s).unsqueeze(-2), s > 0)[:, 0]
-        if self.relative is None:
-            room = fraction * float(self.moments.energy.sqrt()) - float(self.moments.drift(change).sum().sqrt())
-        else:
-            room = fraction - self.relative.total(change) ** 0.5
-        update.limit_drift(sizes, max(0.0, room))
-
     # -- certifying -------------------------------------------------------------------------------------------------
 
     def running(self) -> Tensor:
@@ -297,8 +243,7 @@ class LayerState:
         tau = float(constraint.tau.square().sum().sqrt())
         if constraint.update is None:
             return Figures(0, tau, 0.0), torch.zeros(2, self.layer.groups, dtype=torch.float64)
-        a, _ = constraint.coefficients()
-        norms = torch.stack([spectral_norm(a), a.square().sum(dim=(-2, -1)).sqrt()]).cpu()
+        norms = constraint.norms()
         figures = Figures(constraint.rank, tau, float(norms[0].square().sum().sqrt()))
         return figures, norms * constraint.sigma.cpu()
 
@@ -382,7 +327,7 @@ class LayerState:
         assert self.constraint.update is not None
         device, stored = self.anchor.device, self.layer.stored().to(self.anchor.device)
         update = self.constraint.update
-        weights, basis = weights.to(device), update.basis[..., : update.shared].to(device, torch.float64)
+        weights, basis = weights.to(device), update.directions().to(device)
         measured = update_ratio(self.relative.gram, basis, weights - stored.to(torch.float64), self._mean_column())
         self.relative.travel = rule.expect(self.relative.travel, measured)
         return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
@@ -403,7 +348,7 @@ class LayerState:
         self.spent = self.spent + bounds
         self.merges += 1
         columns = None if self.constraint is None else self.constraint.columns
-        if keep_directions and columns is not None:
+        if keep_directions and columns is not None and not columns.own:
             held = 0 if self.directions is None else self.directions.shape[-1]
             self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from torch import Generator
 
 from ness import distributed
 from ness.errors import NessError, warn
+from ness.layers.names import listed
 from ness.layers.norms import read_norms
 from ness.rules import Rank, Selection
 from ness.statistics.spectrum import Spectrum
+from ness.updates.constraint import Constraint
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState, Swap
+from ness.updates.low_rank import LowRankUpdate
+from ness.updates.prepare import free_directions, limit_drift, prepare
 from ness.updates.private import capped, check_private
 from ness.updates.update import Form
 from ness.verbs.checks import check_constrain_options
@@ -24,42 +31,58 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], object]  # (done, total, name of the layer or batch): called after each
 
 
-def constrain(
-    guard: NullSpace, form: Form, max_drift: float | None, task: str | None, private: int, progress: Progress | None
-) -> None:
+@dataclass(frozen=True)
+class Options:
+    """What `constrain` was called with."""
+
+    form: Form = "any"
+    max_drift: float | None = None
+    task: str | None = None
+    private: int = 0
+    rank: int | None = None
+    generator: Generator | None = None
+
+    def bias(self, guard: NullSpace) -> str:
+        """What biases do: an adapter has none, so beside an update of low rank they are frozen."""
+        return guard.bias if self.rank is None else "freeze"
+
+
+def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> None:
     """See `NullSpace.constrain`."""
-    distributed.together(lambda: check_constrain(guard, form, max_drift, task, private))
+    distributed.together(lambda: check_constrain(guard, options))
     reduce(guard)
     states = distributed.together(lambda: _begun(guard))
     wanted, idle = _layers_to_constrain(guard, states)
     before = _stamp(guard)
     spectra: dict[str, Spectrum] = {}
     if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
-        spectra = distributed.together(lambda: dict(_spectra(guard, wanted, private, None)))
+        spectra = distributed.together(lambda: dict(_spectra(guard, wanted, options, None)))
         for done, name in enumerate(spectra, start=1):
             if progress is not None:
                 progress(done, len(spectra), name)
     else:
-        spectra = dict(_spectra(guard, wanted, private, progress))
+        spectra = dict(_spectra(guard, wanted, options, progress))
     if progress is not None and not distributed.active():
-        check_constrain(guard, form, max_drift, task, private)
+        check_constrain(guard, options)
     if _stamp(guard) != before:
         raise NessError(
             "constrain: the model's weights, or what was observed, changed while it was at work, so the directions "
             "found no longer fit; nothing was constrained. Begin again"
         )
-    for doubt in _warnings(guard, spectra, private):
-        warn(doubt)
     selections = {
         name: states[name].drop_dead_groups(selection) for name, selection in _selections(guard, spectra).items()
     }
+    for doubt in [*_warnings(guard, spectra, options.private), *_capped(selections, options.rank)]:
+        warn(doubt)
+    about = options.form, options.bias(guard), options.rank, options.generator
     constraints = {
-        name: states[name].prepare(spectra[name], selection, form, guard.bias) for name, selection in selections.items()
+        name: prepare(states[name], spectra[name], selection, *about) for name, selection in selections.items()
     }
-    if max_drift is not None:
+    _share_start(constraints)
+    if options.max_drift is not None:
         for name, constraint in constraints.items():
             if constraint.update is not None:
-                states[name].limit_drift(constraint.update, spectra[name], selections[name], max_drift)
+                limit_drift(states[name], constraint.update, spectra[name], selections[name], options.max_drift)
     writes: list[Swap] = []
     for name, state in states.items():
         writes += state.apply_private(None)
@@ -67,14 +90,15 @@ def constrain(
     if not updates_in(states) and guard.rule != Rank(0):  # which asks for just that
         warn("no direction is free in any layer: no layer will train. Loosen the rule")
     tasks = guard._tasks.copy()
-    tasks.begin(task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
-    enter(guard, states, tasks, form, writes, {"_idle": idle})
+    tasks.begin(options.task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
+    enter(guard, states, tasks, options.form, writes, {"_idle": idle})
 
 
-def check_constrain(guard: NullSpace, form: str, max_drift: float | None, task: str | None, private: int) -> None:
+def check_constrain(guard: NullSpace, options: Options) -> None:
     """Refuse what `constrain` cannot do with this guard and these options now."""
-    check_constrain_options(form, max_drift)
-    check_private(private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
+    task = options.task
+    check_constrain_options(options.form, options.max_drift, options.rank, options.generator)
+    check_private(options.private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
     if guard.constrained:
         raise NessError("constrain: already constrained; call merge() or discard() first")
     if any(is_constrained(module) for module in guard.model.modules()):
@@ -128,12 +152,12 @@ def _layers_to_constrain(
 
 
 def _spectra(
-    guard: NullSpace, wanted: Mapping[str, LayerState], private: int, progress: Progress | None
+    guard: NullSpace, wanted: Mapping[str, LayerState], options: Options, progress: Progress | None
 ) -> Iterator[tuple[str, Spectrum]]:
     """Decompose every layer beside its private directions; rank 0 alone does the work."""
     for done, (name, state) in enumerate(wanted.items(), start=1):
         decompose = state.spectrum if distributed.on_rank_zero() else state.no_spectrum
-        yield name, decompose(guard.bias, capped(private, state.layer.fan_in))
+        yield name, decompose(options.bias(guard), capped(options.private, state.layer.fan_in))
         if progress is not None:
             progress(done, len(wanted), name)
 
@@ -153,6 +177,24 @@ def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -
             f"private parts of half-precision weights ({', '.join(half)}): each use() rounds W + B Kᵀ to half "
             "precision anew. They are promised for float32 weights"
         )
+
+
+def _capped(selections: Mapping[str, Selection], rank: int | None) -> Iterator[str]:
+    """Which layers have fewer free directions than the rank that was asked for."""
+    free = {name: free_directions(selection) for name, selection in selections.items()}
+    fewer = [f"{name!r} ({count})" for name, count in free.items() if rank is not None and 0 < count < rank]
+    if fewer:
+        yield (
+            f"constrain(rank={rank}): fewer directions are free in {listed(fewer)}; their updates have as many ranks "
+            "as there are free directions. Loosen the rule, or ask for a lower rank"
+        )
+
+
+def _share_start(constraints: Mapping[str, Constraint]) -> None:
+    """Rank 0's start of low-rank updates on every rank: each would draw its own."""
+    if distributed.active():
+        updates = [constraint.update for constraint in constraints.values()]
+        distributed.from_rank_zero_([update.down.data for update in updates if isinstance(update, LowRankUpdate)])
 
 
 def _selections(guard: NullSpace, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
