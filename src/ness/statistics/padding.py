@@ -8,6 +8,7 @@ doubt all rows count, and the layer is listed with the reason: more is then prot
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ness.errors import NessError
 from ness.layers import Layer, Rows
@@ -307,12 +309,17 @@ class Masking:
         finally:
             self.now, self.fixed = before
 
-    @contextmanager
-    def following(self) -> Iterator[None]:
-        """Follow the model's calls: their own `attention_mask`, and what decoders are given of encoders."""
+    def follow(self, handles: list[RemovableHandle]) -> None:
+        """Follow this thread's calls of the model: their own `attention_mask`, and what decoders are given of encoders.
+
+        Handles of the hooks are added to `handles` one by one.
+        """
         stack: list[Padding | None] = []
+        thread = threading.get_ident()
 
         def begins(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if threading.get_ident() != thread:
+                return
             stack.append(self.now)
             if self.fixed:
                 return
@@ -322,27 +329,20 @@ class Masking:
                 self.now = Padding(masks, self.orders)
 
         def ends(*_: Any) -> None:
-            self.now = stack.pop()
+            if threading.get_ident() == thread and stack:
+                self.now = stack.pop()
 
         def given_states(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if self.now is not None and self.now.needed:
+            if threading.get_ident() == thread and self.now is not None and self.now.needed:
                 given = _arguments(module, args, kwargs)
                 values = (given.get(name) for name in _STATES)
                 self.now.states.update(value.data_ptr() for value in values if isinstance(value, Tensor))
 
-        handles = []
-        try:
-            handles += [
-                self.model.register_forward_pre_hook(begins, with_kwargs=True),
-                self.model.register_forward_hook(ends, always_call=True),
-            ]
-            for module in self.model.modules():
-                if set(_STATES) & _parameters_of(type(module).forward):
-                    handles.append(module.register_forward_pre_hook(given_states, with_kwargs=True))
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        handles.append(self.model.register_forward_pre_hook(begins, with_kwargs=True))
+        handles.append(self.model.register_forward_hook(ends, always_call=True))
+        for module in self.model.modules():
+            if set(_STATES) & _parameters_of(type(module).forward):
+                handles.append(module.register_forward_pre_hook(given_states, with_kwargs=True))
 
 
 @cache
