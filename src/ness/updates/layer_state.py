@@ -17,7 +17,7 @@ from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
 from ness.statistics.spectrum import Spectrum, decompose
-from ness.updates.constraint import Constraint, Figures
+from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.private import PrivatePart, decompose_beside
 
 
@@ -34,6 +34,7 @@ class LayerState:
         self.merges = 0
         self.constraint: Constraint | None = None
         self.last = Figures()
+        self.factors: Factors | None = None  # of the last merged update
         self.directions: Tensor | None = None  # K (groups, width, k), float64: private directions that tasks share
         self.part: PrivatePart | None = None  # the private part that is in the weights
         self.shared: Tensor | None = None  # [W b] without it, in the parameter's dtype
@@ -317,6 +318,8 @@ class LayerState:
         if weights is not None:
             weights, share = self._keep_limit(weights, rule)
             self.write(weights)
+            assert self.constraint is not None
+            self.factors = self.constraint.factors(share)
             self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
             bounds = bounds * share
         self.spent += bounds

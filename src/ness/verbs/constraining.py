@@ -80,7 +80,7 @@ def constraining(guard: NullSpace, options: Options, depth: int) -> Iterator[str
     apply_private(guard, {})
     for name, constraint in constraints.items():
         protected = guard._protected[name]
-        protected.constraint = constraint
+        protected.constraint, protected.factors = constraint, None
         if options.max_drift is not None and constraint.update is not None:
             limit_drift(protected, spectra[name], selections[name], options.max_drift)
     if not updates_of(guard) and guard.rule != Rank(0):  # which asks for just that
