@@ -245,7 +245,8 @@ def test_what_cannot_be_exported_is_refused_with_the_way_out(tmp_path: Path) -> 
             guard.export_lora(tmp_path / "x", rank=rank)  # type: ignore[arg-type]
     assert not (tmp_path / "x").exists()
     other = named(trunk=Transformer(), head=nn.Linear(4, 4))
-    guard, _ = trained(other, low_rank(32, 6, 32), torch.randn(16, 6, 32), exclude=["head", "trunk.head"])
+    options = {"exclude": ["head", "trunk.head"], "include": ["*in_proj*"]}
+    guard, _ = trained(other, low_rank(32, 6, 32), torch.randn(16, 6, 32), **options)
     with pytest.raises(ness.NessError, match=r"cross.*another width"):
         guard.export_lora(tmp_path / "x")
     alone = nn.Linear(32, 8)
