@@ -308,6 +308,38 @@ class NullSpace(Observes):
 
         distributed.together(write)
 
+    def export_lora(self, folder: str | Path, rank: int | None = None) -> dict[str, float]:
+        """Write the last task's update as a LoRA adapter that PEFT loads: a folder of two files, without importing it.
+
+        While the task is trained, or after its `merge`. The adapter belongs to the weights as they were before the
+        task. With a private part it holds that too. Excluded modules that were trained (heads), and a task's own norms,
+        go along whole, as PEFT's `modules_to_save`. `ness.json` beside them says what the update can have moved.
+
+        >>> import tempfile
+        >>> from ness.rules import Rank
+        >>> model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        >>> guard = NullSpace(model, rule=Rank(6), exclude="1")
+        >>> guard.observe(torch.randn(100, 8))
+        >>> guard.constrain(rank=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     guard.export_lora(folder), sorted(path.name for path in Path(folder).iterdir())
+        ({'0': 0.0}, ['adapter_config.json', 'adapter_model.safetensors', 'ness.json'])
+
+        Args:
+            folder: made if it is missing; an adapter that is there is replaced, all files or none.
+            rank: cut every layer's update to this rank, by its singular values. None: all of it, which at full width
+                is as wide as the free directions.
+
+        Returns:
+            By layer, the RMS over all observed rows of what the cut changes in the layer's outputs.
+
+        Raises:
+            NessError: there is no update, or it moves biases, which an adapter does not have.
+        """
+        from ness.lora import export_lora
+
+        return distributed.together(lambda: export_lora(self, Path(folder), rank))
+
     # -- storage ----------------------------------------------------------------------------------------------------
 
     @whole
