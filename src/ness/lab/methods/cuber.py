@@ -10,10 +10,10 @@ subspace B_j and the gradient G_j that it ended with is of one of three regimes 
 so that the task minimises L_t + λ Σ_j∈3 ‖(W - W₀) B_j‖² with gradients that lose what is in the subspaces of 1 and 2.
 A direction that an open subspace shares with a closed one is closed.
 
-There is no public code of it; this is our reading of how the paper describes it, and these are ours: the pull is squared (a norm
-has no gradient where training begins); λ was chosen with `ness tune`; gradients are of `trust_images` images, those of
-an old task at its best weights, under its own scales; a layer lends `reuse` subspaces at most, those that hold most,
-as TRGP does; memory and BatchNorm are TRGP's.
+There is no public code of it; this is our reading of how the paper describes it, and these are ours: the pull is
+squared (a norm has no gradient where training begins); λ was chosen with `ness tune`; gradients are of `trust_images`
+images, those of an old task at its best weights, under its own scales; a layer lends `reuse` subspaces at most, those
+that hold most, as TRGP does; memory and BatchNorm are TRGP's.
 """
 
 from collections.abc import Mapping, Sequence
