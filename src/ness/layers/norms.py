@@ -111,8 +111,6 @@ def read_norms(norms: dict[str, nn.Module]) -> NormValues:
     return {name: value.detach().clone() for name, value in live_tensors(norms).items()}
 
 
-@torch.no_grad()
-def write_norms(norms: dict[str, nn.Module], values: NormValues) -> None:
-    """Put a copy back into the norms, in place."""
-    for name, target in live_tensors(norms).items():
-        target.copy_(values[name])
+def norm_swaps(norms: dict[str, nn.Module], values: NormValues) -> list[tuple[Tensor, Tensor]]:
+    """Everything the norms hold, each tensor with the value that a copy gives it."""
+    return [(target, values[name]) for name, target in live_tensors(norms).items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,20 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ness import distributed
+from ness._precision import ordinarily
 from ness.errors import NessError
 from ness.layers import Layer, Record, Rows
 from ness.statistics.gram import add_gram_
 from ness.statistics.moments import Moments
 
 Forward = Callable[[nn.Module, Any], Any]
+
+
+class NotFinite(NessError):
+    """A batch held NaN or Inf: the batches before it count."""
 
 
 READ_EVERY = 64  # passes between two looks at what the device found: a long pass over bad data does not go on for ever
@@ -58,14 +65,17 @@ class Recorder:
 
     def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         """Add one forward call of one layer to the pass under way."""
-        with torch.inference_mode(False), torch.no_grad():  # what is booked here is written to outside that mode
-            books, added = self.open_books(layer.name), energy(outputs)
-            staged = self.staged.get(layer.name)
-            if staged is None:
-                staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
-            else:
-                staged.energy = staged.energy + added
-            add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
+        ordinarily(self._record, layer, rows, outputs)  # what is booked here is written to outside inference mode
+
+    @torch.no_grad()
+    def _record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        books, added = self.open_books(layer.name), energy(outputs)
+        staged = self.staged.get(layer.name)
+        if staged is None:
+            staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
+        else:
+            staged.energy = staged.energy + added
+        add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
         staged.count += rows.numel() // (layer.groups * layer.fan_in)
         staged.calls += 1
 
@@ -118,7 +128,7 @@ class Recorder:
                     books.gram.count -= count
                     books.calls -= one.calls[name]
         if problem is not None:
-            raise NessError(problem)
+            raise NotFinite(problem)
 
 
 def energy(outputs: Tensor) -> Tensor:
@@ -132,31 +142,77 @@ def energy(outputs: Tensor) -> Tensor:
     return wide.dot(wide)
 
 
+class Watch:
+    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
+
+    Passes of other threads are not recorded. Attention's fast paths read weights without calling the layers; they are
+    switched off meanwhile. `close` can be called at any time, and again: it puts back what there was when the watch was
+    made, whatever `open` came to.
+    """
+
+    def __init__(
+        self, model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
+    ) -> None:
+        self.model, self.layers, self.record = model, list(layers), record
+        self.thread = threading.get_ident()
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.fast_path, self.grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+        hosts = dict.fromkeys([model, *(host for layer in self.layers for host in layer.hosts)])
+        self.hooks = [(hooks, set(hooks)) for host in hosts for hooks in _hooks_of(host)]
+        self.handles: list[RemovableHandle] = []
+        self.on = True
+
+    def open(self) -> None:
+        """Begin."""
+        torch.backends.mha.set_fastpath_enabled(False)
+        for layer in self.layers:
+            for host in layer.hosts:
+                self.handles.append(layer.watch(host, self._bound(layer)))
+        self.model.eval()
+        torch.set_grad_enabled(False)
+
+    def close(self) -> None:
+        """End."""
+        if not self.on:
+            return
+        for handle in self.handles:
+            handle.remove()
+        for hooks, known in self.hooks:  # one whose handle was lost on the way
+            for key in [key for key, hook in hooks.items() if key not in known and _is_ours(hook)]:
+                hooks.pop(key, None)
+        for module, mode in self.modes:
+            module.training = mode
+        torch.set_grad_enabled(self.grad)
+        torch.backends.mha.set_fastpath_enabled(self.fast_path)
+        self.on = False
+
+    def _bound(self, layer: Layer) -> Record:
+        def record(rows: Rows, outputs: Tensor) -> None:
+            if self.on and threading.get_ident() == self.thread:
+                self.record(layer, rows, outputs)
+
+        return record
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    return [module._forward_hooks, module._forward_pre_hooks]
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("ness.layers", "ness.statistics"))
+
+
 @contextmanager
 def watching(
     model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
 ) -> Iterator[None]:
-    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
-
-    Attention's fast paths read weights without calling the layers; they are switched off meanwhile.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    handles = []
+    """A `Watch` for the time of a `with`."""
+    watch = Watch(model, layers, record)
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        for layer in layers:
-            for host in layer.hosts:
-                handles.append(layer.watch(host, _bound(record, layer)))
-        model.eval()
-        with torch.no_grad():
-            yield
+        watch.open()
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes:
-            module.training = mode
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+        watch.close()
 
 
 @contextmanager
@@ -166,12 +222,16 @@ def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     A model may call itself: what counts as a pass is its outermost call.
     """
     passes, errors = 0, []  # what was being handled when each call that is under way began
+    thread = threading.get_ident()
 
     def begins(*_: Any) -> None:
-        errors.append(sys.exception())
+        if threading.get_ident() == thread:
+            errors.append(sys.exception())
 
     def ends(*_: Any) -> None:
         nonlocal passes
+        if threading.get_ident() != thread or not errors:
+            return
         if (
             sys.exception() is not errors.pop()
         ):  # the call breaks off, and every call around it unless somebody mends it
@@ -195,10 +255,6 @@ def nothing_seen(what: str) -> None:
     """Refuse to have observed nothing: whoever asked believes that it is protected. One rank of several may."""
     if not distributed.active():
         raise NessError(f"observe: {what}, so nothing new is protected; is a generator used up, or a loader empty?")
-
-
-def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Record:
-    return lambda rows, outputs: record(layer, rows, outputs)
 
 
 def batches_of(batches: Any) -> Iterable[Any]:

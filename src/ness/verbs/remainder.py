@@ -234,8 +234,11 @@ def same_bits(tensor: Tensor, value: Tensor) -> bool:
 def write_all(swaps: Sequence[Swap]) -> None:
     """Write each value into its tensor, past autograd and its version counters."""
     for tensor, value in swaps:
-        with torch.inference_mode(tensor.is_inference()):
-            tensor.data.copy_(value)
+        torch.inference_mode(tensor.is_inference())(_write)(tensor, value)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    tensor.data.copy_(value)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

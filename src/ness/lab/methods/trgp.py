@@ -94,6 +94,8 @@ def gated(chosen: Mapping[str, list[int]], names: Sequence[str]) -> dict[str, li
 class Trgp(Scaling, Gpm):
     """M of all tasks, B_t of each task, Q of each task in the layers where it trusts old ones."""
 
+    by_rows = True  # where a layer's inputs are scaled; one whose weights are has no pairs
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.free_norms = self.own.norms == "free"
