@@ -56,6 +56,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "phase": guard._phase,
         "form": guard._form,
         "idle": dict(guard._idle),
+        **({"unmasked": dict(guard._unmasked)} if guard._unmasked else {}),
         "layers": layers,
         "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
@@ -200,6 +201,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         }
         remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+        unmasked = dict(manifest.get("unmasked", {}))  # older guards knew no masks
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
@@ -219,9 +221,10 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if phase == "constrained":
         live = _norms(tensors, "norms/live/")
         writes = norm_swaps(guard._found.norms, live) if live else []
-        enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder})
+        enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder, "_unmasked": unmasked})
         return
     fields = {"_protected": states, "_tasks": known, "_form": form, "_idle": idle, "_remainder": remainder}
+    fields["_unmasked"] = unmasked
     guard.__dict__.update(fields, _phase=phase)
 
 
