@@ -14,7 +14,7 @@ from ness import distributed
 from ness.certificate import Certificate
 from ness.comparison import Comparison
 from ness.errors import NessError, warn
-from ness.layers.discovery import discover, shape_of
+from ness.layers.discovery import discover, refuse_complex, shape_of
 from ness.layers.names import as_patterns
 from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
@@ -158,6 +158,7 @@ class NullSpace(Observes):
 
         A head that is added later is excluded as its kind is, and a layer that is added later can be observed.
         """
+        refuse_complex(self._found.layers)  # the model may have been converted since
         now = shape_of(self.model)
         if now == self._shape:
             return
