@@ -262,7 +262,7 @@ def test_memory_takes_a_layer_at_a_time_and_gives_the_same() -> None:
     seen: list[str] = []
     whole = ness.repair(tuned, base, old=old.split(20), new=new.split(30))
     cut = ness.repair(
-        tuned, base, old=old.split(20), new=new.split(30), memory="11KB", progress=lambda what, *_: seen.append(what)
+        tuned, base, old=old.split(20), new=new.split(30), memory="6KB", progress=lambda what, *_: seen.append(what)
     )
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-12)
@@ -271,7 +271,7 @@ def test_memory_takes_a_layer_at_a_time_and_gives_the_same() -> None:
     with pytest.raises(ness.NessError, match="front"):
         cut.front()
     with pytest.raises(ness.NessError, match="iterator"):
-        ness.repair(tuned, base, old=iter(old.split(20)), new=new, memory="11KB")
+        ness.repair(tuned, base, old=iter(old.split(20)), new=new, memory="6KB")
     with pytest.raises(ness.NessError, match="alone needs"):
         ness.repair(tuned, base, old=old, new=new, memory=10)
 

@@ -11,12 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ness.errors import NessError
-from ness.guard import NullSpace
+from ness.errors import NessError, warn
+from ness.layers import Layer
+from ness.layers.names import listed
 from ness.repairing.algebra import Reshaper
 from ness.repairing.weights import Target
 from ness.statistics.gram import Gram
-from ness.statistics.recorder import Forward, batches_of
+from ness.statistics.moments import Moments
+from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of_batch
+from ness.statistics.recorder import Forward, Recorder, Watch, batches_of, call_model
 
 #: Called with the stage, how many batches of it are done, and how many there are (None where that is not known).
 Progress = Callable[[str, int, int | None], None]
@@ -76,28 +79,54 @@ class Source:
             self._size += size
 
 
+class Rows:
+    """Passes through a model whose layers' input rows go to a recorder, padding left out."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, forward: Forward | None, mask: MaskOf | None) -> None:
+        self.model, self.recorder, self.forward, self.mask = model, recorder, forward, mask
+        check_mask_of(mask)
+
+    def watch(self, layers: Iterable[Layer], batches: Iterable[Any]) -> None:
+        """One pass for each batch."""
+        masking = self.recorder.masking = Masking(self.model)
+        watch = Watch(self.model, layers, self.recorder.record, masking)
+        try:
+            watch.open()
+            for index, batch in enumerate(batches):
+                self.recorder.drop()
+                masking.begin(masks_of_batch(batch, self.mask, self.model), fixed=self.mask is not None)
+                call_model(self.model, batch, self.forward)
+                self.recorder.end(f"batch {index}")
+            self.recorder.check_rows()
+        finally:
+            watch.close()
+        self.recorder.check()
+
+
 def observe(
     model: nn.Module,
     targets: Sequence[Target],
     batches: Iterable[Any],
     forward: Forward | None,
+    mask: MaskOf | None,
     dtype: torch.dtype,
     device: torch.device | str | None,
 ) -> dict[str, Gram]:
     """Grams of the targets' inputs by target name, under the weights that the model has now."""
-    names = [re.sub(r"([\[*?])", r"[\1]", name) for target in targets for name in (target.layer.name, *target.twins)]
-    guard = NullSpace(
-        model,
-        include=None if "" in names else names,  # the model may be a layer itself
-        statistics_dtype=dtype,
-        statistics_device=device,
-    )
-    guard.observe(batches, forward)
-    grams = guard.grams
-    return {
-        target.name: grams.get(target.layer.name, Gram.zeros(target.layer.groups, target.layer.width))
-        for target in targets
-    }
+    books = {target.layer.name: _books(target.layer, device) for target in targets}
+    recorder = Recorder(books.__getitem__, dtype)
+    Rows(model, recorder, forward, mask).watch([target.layer for target in targets], batches)
+    if recorder.unmasked:
+        names = list(recorder.unmasked)
+        warn(f"repair: padding may count as rows in {listed(names)}: {recorder.unmasked[names[0]]}")
+    return {target.name: books[target.layer.name].gram for target in targets}
+
+
+def _books(layer: Layer, device: torch.device | str | None) -> Moments:
+    """A Gram of no rows, and none of the moments that only a guard needs."""
+    gram = Gram.zeros(layer.groups, layer.width, device or layer.weight.device)
+    none = torch.zeros((), dtype=torch.float64, device=gram.matrix.device)
+    return Moments(gram, none, none, none.clone())
 
 
 def reshaper_of(
@@ -178,10 +207,9 @@ def groups_within(targets: Sequence[Target], memory: float | None, with_new: boo
 
 
 def bytes_of(target: Target, with_new: bool) -> int:
-    """Bytes of a layer's float64 statistics at their peak: its Grams, those of a pass under way, and moments."""
+    """Bytes of a layer's float64 statistics at their peak: its Grams, and one more while a pass is under way."""
     layer = target.layer
-    square, cross = layer.groups * layer.width**2, layer.groups * layer.outputs * layer.width
-    return 8 * (square * (3 + with_new) + 2 * cross)
+    return 8 * layer.groups * layer.width**2 * (3 + with_new)
 
 
 def _inputs(batch: Any) -> Tensor | None:

@@ -11,20 +11,20 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ness.errors import NessError
-from ness.layers import Layer
+from ness.layers import Layer, Rows
 from ness.repairing import grams
 from ness.repairing.grams import mean_gram, reshaper_of
 from ness.repairing.plans import base_matrix, finite, output_rms, ratio, write_matrix
 from ness.repairing.report import RepairRow
 from ness.repairing.weights import Target, matrices
 from ness.statistics.gram import Gram, row_blocks, widened
-from ness.statistics.recorder import call_model, watching
+from ness.statistics.recorder import Recorder
 
 if TYPE_CHECKING:
     from ness.repairing.repair import Done, Values, Work
@@ -86,20 +86,29 @@ def _check(work: Work) -> None:
             )
 
 
+class CallOrder(Recorder):
+    """Notes which layer is called first, and adds nothing up."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda name: None)  # type: ignore[arg-type, return-value]  # no books are opened
+        self.seen: dict[str, int] = {}
+
+    def _record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        self.seen.setdefault(layer.name, len(self.seen))
+
+    def check_rows(self) -> None:
+        """Any batch does."""
+
+
 def in_call_order(work: Work) -> list[Target]:
     """The targets in the order in which a first batch of old inputs reaches them; those it does not reach come last."""
-    seen: dict[str, int] = {}
-
-    def note(layer: Layer, *_: Any) -> None:
-        seen.setdefault(layer.name, len(seen))
-
     work.shadow.put({})
     first = next(iter(work.old.iterable), None)
     if first is None:
         raise NessError("repair(old=...): there was no batch; is a loader empty?")
-    with watching(work.shadow.model, [target.layer for target in work.targets], note):
-        call_model(work.shadow.model, first, work.forward)
-    return sorted(work.targets, key=lambda target: seen.get(target.layer.name, len(seen)))
+    order = CallOrder()
+    grams.Rows(work.shadow.model, order, work.forward, work.mask).watch([t.layer for t in work.targets], [first])
+    return sorted(work.targets, key=lambda target: order.seen.get(target.layer.name, len(order.seen)))
 
 
 def split(targets: Sequence[Target], passes: int) -> list[list[Target]]:
@@ -109,64 +118,58 @@ def split(targets: Sequence[Target], passes: int) -> list[list[Target]]:
     return [list(targets[a:b]) for a, b in pairwise(cuts)]
 
 
-def observe_pairs(work: Work, group: Sequence[Target], values: Mapping[str, Tensor]) -> dict[str, Paired]:
-    """New rows of the group's layers under the tuned weights and, beside each, under the repaired ones so far."""
-    model, shadow = work.shadow.model, work.shadow
-    assert work.new is not None
-    sums: dict[str, Paired] = {}
-    by_layer = {target.layer.name: target for target in group}
-    mask: Tensor | None = None
+class PairRecorder(Recorder):
+    """Keeps a pass's rows as the tuned model gives them, then adds them up with those of the repaired one."""
 
-    def wide(layer: Layer, rows: Tensor) -> Tensor:
-        width = by_layer[layer.name].layer.width
-        found = torch.cat([widened(b.detach(), layer.fan_in, width, torch.float64) for b in row_blocks(rows)], dim=1)
-        if mask is not None and layer.groups == 1 and found.shape[1] == mask.numel():
-            found = found[:, mask.flatten().to(found.device)]
-        return found
+    def __init__(self, group: Sequence[Target]) -> None:
+        super().__init__(lambda name: None)  # type: ignore[arg-type, return-value]  # no books are opened
+        self.names = {target.layer.name: target.name for target in group}
+        self.sums: dict[str, Paired] = {}
+        self.tuned = True
 
-    def hold(layer: Layer, rows: Tensor, _: Tensor) -> None:
-        held = wide(layer, rows)
-        name = by_layer[layer.name].name
-        if name not in sums:
-            zeros = held.new_zeros(held.shape[0], held.shape[2], held.shape[2])
-            sums[name] = Paired(zeros, zeros.clone(), zeros.clone())
-        sums[name].held.append(held)
-
-    def add(layer: Layer, rows: Tensor, _: Tensor) -> None:
-        name = by_layer[layer.name].name
-        now = wide(layer, rows)
-        pending = sums[name].held if name in sums else []
-        if not pending or pending[0].shape != now.shape:
+    def _record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        rows, _ = self._without_padding(layer, rows, outputs)
+        parts = [widened(part.detach(), layer.fan_in, layer.width, torch.float64) for part in row_blocks(rows)]
+        now, name = torch.cat(parts, dim=1), self.names[layer.name]
+        self.rows += now.shape[1]
+        pair = self.sums.get(name)
+        if pair is None:
+            zeros = now.new_zeros(now.shape[0], now.shape[2], now.shape[2])
+            pair = self.sums[name] = Paired(zeros, zeros.clone(), zeros.clone())
+        if self.tuned:
+            pair.held.append(now)
+            return
+        if not pair.held or pair.held[0].shape != now.shape:
             raise NessError(
                 f"layer {name!r}: the repaired model calls it other than the tuned one on the same batch (routing that "
                 "depends on values?); repair in one go, passes=1"
             )
-        then = pending.pop(0)
+        then = pair.held.pop(0)
         if not bool(torch.isfinite(then).all() & torch.isfinite(now).all()):
             raise NessError(f"repair(new=...): layer {name!r}: NaN or Inf in its input; clean the data")
-        pair = sums[name]
         pair.tuned.baddbmm_(then.mT, then)
         pair.cross.baddbmm_(then.mT, now)
         pair.repaired.baddbmm_(now.mT, now)
         pair.count += now.shape[1]
 
+
+def observe_pairs(work: Work, group: Sequence[Target], values: Mapping[str, Tensor]) -> dict[str, Paired]:
+    """New rows of the group's layers under the tuned weights and, beside each, under the repaired ones so far."""
+    assert work.new is not None
+    recorder = PairRecorder(group)
+    rows = grams.Rows(work.shadow.model, recorder, work.forward, work.mask)
     layers = [target.layer for target in group]
     for batch in work.new:
-        found = batch.get("attention_mask") if isinstance(batch, Mapping) else None
-        mask = found.bool() if isinstance(found, Tensor) and found.ndim == 2 else None
-        shadow.put({})
-        with watching(model, layers, hold):
-            call_model(model, batch, work.forward)
-        shadow.put(values)
-        with watching(model, layers, add):
-            call_model(model, batch, work.forward)
-        if any(pair.held for pair in sums.values()):
-            name = next(name for name, pair in sums.items() if pair.held)
-            raise NessError(f"layer {name!r}: the repaired model does not call it on a batch where the tuned one does")
+        for recorder.tuned, some in ((True, {}), (False, values)):
+            work.shadow.put(some)
+            rows.watch(layers, [batch])
+        for name, pair in recorder.sums.items():
+            if pair.held:
+                raise NessError(f"layer {name!r}: the repaired model does not call it where the tuned one does")
     for target in group:
         zeros = torch.zeros(target.layer.groups, target.layer.width, target.layer.width, dtype=torch.float64)
-        sums.setdefault(target.name, Paired(zeros, zeros, zeros))
-    return sums
+        recorder.sums.setdefault(target.name, Paired(zeros, zeros, zeros))
+    return recorder.sums
 
 
 def repair_layer(work: Work, target: Target, old: Gram, pair: Paired, values: Values) -> RepairRow:

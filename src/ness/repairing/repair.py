@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -12,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ness._precision import ordinary_tensors
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError, warn
 from ness.layers.names import as_patterns, matches
 from ness.repairing import grams
 from ness.repairing.grams import Progress, Source
@@ -21,6 +20,7 @@ from ness.repairing.plans import LayerPlan, Others, way_of
 from ness.repairing.report import Front, FrontRow, Repair, RepairRow
 from ness.repairing.weights import Shadow, Target, Weights, find_targets, read_weights
 from ness.statistics.gram import Gram
+from ness.statistics.padding import MaskOf
 from ness.statistics.recorder import Forward
 
 Values = dict[str, Tensor]
@@ -49,6 +49,7 @@ def repair(
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
     forward: Forward | None = None,
+    mask: MaskOf | None = None,
     statistics_dtype: torch.dtype = torch.float64,
     statistics_device: torch.device | str | None = None,
     progress: Progress | None = None,
@@ -77,7 +78,7 @@ def repair(
         base: the model before, its state dict, or a folder or file of safetensors. None for a model with adapters: the
             model without them.
         old: batches of what must not be forgotten, as for `NullSpace.observe`: any iterable of tensors, (input, target)
-            or dicts, or one tensor. Padding is left out where the model's Grams leave it out.
+            or dicts, or one tensor. Padding (`attention_mask`) is no row.
         new: batches of what it was tuned on. None: new rows in every direction alike, so the change is damped in the
             directions that old rows use.
         strength: s, how much old rows count against new ones. 0 changes nothing; a large one gives the base in all
@@ -99,6 +100,7 @@ def repair(
         include: repair these layers only: names, prefixes that end at a dot, or patterns.
         exclude: keep these as tuned, without comparing them (a new head, say).
         forward: `forward(model, batch)`, how the model is run on one batch.
+        mask: `mask(batch)` says which tokens are real, instead of `attention_mask`, as for `NullSpace.observe`.
         statistics_dtype: `torch.float32` multiplies blocks in float32: faster, and less exact.
         statistics_device: where Grams live; by default on each layer's own device.
         progress: called as `progress(stage, done, total)` while it works.
@@ -113,8 +115,8 @@ def repair(
     limit = grams.parse_memory(memory)
     with ordinary_tensors():
         weights = read_weights(tuned, base, as_patterns(exclude, "exclude"))
-        sources = [Source("old", old, progress), None if new is None else Source("new", new, progress)]
-        work = Work(tuned, weights, sources[0], sources[1], options, forward, statistics_device)  # type: ignore[arg-type]
+        fresh = None if new is None else Source("new", new, progress)
+        work = Work(tuned, weights, Source("old", old, progress), fresh, options, forward, mask, statistics_device)
         work.find(as_patterns(include, "include"))
         if options.passes > 1:
             from ness.repairing.passes import in_passes
@@ -206,8 +208,10 @@ class Work:
         new: Source | None,
         options: Options,
         forward: Forward | None,
+        mask: MaskOf | None,
         device: torch.device | str | None,
     ) -> None:
+        self.mask = mask
         self.tuned, self.weights, self.old, self.new = tuned, weights, old, new
         self.options, self.forward, self.device = options, forward, device
         if new is not None:
@@ -285,7 +289,10 @@ class Work:
     def grams_of(self, targets: Sequence[Target], source: Source) -> dict[str, Gram]:
         """Grams of these layers' inputs by name, under the weights that the shadow has now."""
         try:
-            return grams.observe(self.shadow.model, targets, source, self.forward, self.options.dtype, self.device)
+            options = self.options
+            return grams.observe(
+                self.shadow.model, targets, source, self.forward, self.mask, options.dtype, self.device
+            )
         except NessError as error:
             if str(error).startswith("repair("):
                 raise
@@ -317,11 +324,9 @@ class Work:
             few = [(name, fan_in, count[what]) for name, fan_in, count in seen if count[what] < fan_in]
             if few:
                 name, fan_in, count = few[0]
-                warnings.warn(
+                warn(
                     f"repair: {len(few)} of {len(seen)} layers saw fewer {what} rows than they have inputs ({name!r}: "
-                    f"{count} rows, {fan_in} inputs): {consequence}. Use more {what} data",
-                    NessWarning,
-                    stacklevel=4,
+                    f"{count} rows, {fan_in} inputs): {consequence}. Use more {what} data"
                 )
 
     # -- strength, report -------------------------------------------------------------------------------------------

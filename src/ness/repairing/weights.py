@@ -21,6 +21,7 @@ from ness.layers import AttentionOutput, Layer, layers_of
 from ness.layers.names import listed, matches
 from ness.repairing.lora import Lora, lora_values, loras_of
 from ness.updates.install import is_constrained
+from ness.verbs.observing import refuse_observed
 
 Place = tuple[str, str]  # name of a module, and of a parameter or buffer in it
 
@@ -95,6 +96,7 @@ def read_weights(tuned: nn.Module, base: Any, exclude: Sequence[str]) -> Weights
         exclude: names, prefixes or patterns of what is not compared, and kept as tuned.
     """
     _check_model(tuned, "tuned")
+    refuse_observed(tuned, "repair")
     loras = loras_of(tuned)
     before = dict(_base_tensors(base, loras, tuned))
     now: dict[int, list[str]] = {}
