@@ -16,7 +16,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
@@ -124,6 +124,69 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         _unlink(temporary)
         raise
+
+
+def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write several files of one folder: all of them, or none. Other files there stay as they are.
+
+    All are on the disk under temporary names before the first gets its own; where one cannot, those before it get
+    their old content back.
+
+    Args:
+        folder: made if it is missing.
+        files: contents by name, in the order in which they take their places.
+
+    Raises:
+        NessError: nothing was written; what was there is there still.
+    """
+    staged: list[tuple[Path, int, Path]] = []
+    try:
+        make_folder(folder)
+        remove_abandoned(folder)
+        try:
+            for name, content in files.items():
+                if (folder / name).is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                staged.append((*_create(folder), folder / name))
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(staged[-1][1], view[:PIECE]) :]
+                os.fsync(staged[-1][1])
+            _take_places([(temporary, path) for temporary, _, path in staged])
+        finally:
+            for temporary, handle, _ in staged:
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+                _unlink(temporary)
+    except (OSError, ValueError) as error:
+        raise NessError(f"{folder}: could not be written ({reason(error)}); nothing that was there is lost") from error
+
+
+def _take_places(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename finished files; an error in between puts back what those before it replaced."""
+    backups: list[tuple[Path, Path | None]] = []
+    try:
+        for temporary, path in moves:
+            backup: Path | None = path.parent / f".ness-{secrets.token_hex(8)}.tmp"
+            try:
+                os.replace(path, backup)  # type: ignore[arg-type]  # noqa: PTH105
+            except FileNotFoundError:
+                backup = None
+            backups.append((path, backup))
+            os.replace(temporary, path)  # noqa: PTH105
+        for folder in {path.parent for _, path in moves}:
+            sync_folder(folder)
+    except BaseException:
+        for path, backup in reversed(backups):
+            if backup is None:
+                _unlink(path)
+            else:
+                with contextlib.suppress(OSError):
+                    os.replace(backup, path)  # noqa: PTH105
+        raise
+    for _, backup in backups:
+        if backup is not None:
+            _unlink(backup)
 
 
 def _create(folder: Path) -> tuple[Path, int]:

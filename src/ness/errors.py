@@ -1,6 +1,10 @@
 """The one family of errors and warnings that this package raises, and how a name is shown in one."""
 
+import sys
 import unicodedata
+import warnings
+
+OURS = ("ness", "torch", "contextlib", "functools")  # packages whose lines a warning does not point at
 
 
 class NessError(Exception):
@@ -36,3 +40,11 @@ def printable(text: str) -> str:
 
 def _is_obeyed(letter: str) -> bool:
     return letter in _TURNING or unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp")
+
+
+def warn(message: str) -> None:
+    """Warn with a `NessWarning` that points at the caller's own line, however deep in here it was noticed."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in OURS:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, NessWarning, stacklevel=level)
