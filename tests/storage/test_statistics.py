@@ -191,7 +191,7 @@ def test_another_architecture_is_refused_by_name(tmp_path: Path) -> None:
     cases: list[tuple[nn.Module, str]] = [
         (Body(layers=3), r"Body: it lacks layers\.2\.up, layers\.2\.down"),
         (Body(layers=1), r"Body: it has layers\.1\.down, layers\.1\.up"),
-        (Body(width=16), r"layer 'layers\.0\.up' is .*'fan_in': 32.* is .*'fan_in': 16"),
+        (Body(width=16), r"layer 'layers\.0\.down' is .*'outputs': 32.* is .*'outputs': 16"),
         (nn.Sequential(nn.Linear(32, 4)), r"no layer of this Sequential has a name of theirs"),
         (WithHead(Body(layers=3)), r"it lacks model\.layers\.2"),
     ]
