@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -25,7 +24,7 @@ from ness.statistics.recorder import Forward, batches_of, call_model, nothing_se
 from ness.storage.folder import load_folder, save_folder, write_state_dict
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
-from ness.updates.optimizers import refuse_other_optimizers
+from ness.updates.optimizers import OptimizerWatch
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.checks import check_guard_options
@@ -99,7 +98,7 @@ class NullSpace:
         self._form: Form = "any"
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
-        self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
+        self._watch_optimizers: OptimizerWatch | None = None
 
     # -- what it holds ----------------------------------------------------------------------------------------------
 
@@ -200,8 +199,9 @@ class NullSpace:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
         A layer whose weight has `requires_grad=False` stays as it is. Training starts from the shared weights: where
-        the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` holds the
-        weights without the updates: keep those with `save` or `state`, or as copies of `parameters()`.
+        the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` has the
+        weights as they run under their names, and the updates under `ness_*`: a plain model loads the first with
+        `strict=False`, this one takes the second back bit for bit.
 
         Args:
             form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum, decay and clipping by norm
@@ -368,15 +368,15 @@ class NullSpace:
         if not self.constrained:
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NullSpace:
-        """A guard of a copy of the model, which refuses optimizers as this one does."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_watch_optimizers": None}, memo))
-        twin._shape = shape_of(twin.model) if not twin.constrained else ()
-        if self._watch_optimizers is not None:
-            twin._watch_optimizers = refuse_other_optimizers(updates_of(twin))
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_watch_optimizers": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or what was pickled: the guard of another model, whose optimizers it watches as this one does."""
+        self.__dict__.update(state)
+        self._shape = shape_of(self.model) if not self.constrained else ()
+        if self.constrained:
+            self._watch_optimizers = OptimizerWatch(self.model, updates_of(self), self._form)
 
     def __repr__(self) -> str:
         return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

@@ -42,9 +42,16 @@ class Constraint:
         assert self.update is not None
         if self.columns is None:
             return self.update.running()
+        return self.update.layer.stored().to(torch.float64) + self.change()
+
+    def change(self) -> Tensor:
+        """[ΔW Δb] of the shared columns (groups, o, width) in float64, not rounded to the dtype of the weights."""
+        assert self.update is not None
         with torch.no_grad():
+            if self.columns is None:
+                return self.update.delta().to(torch.float64)
             basis = self.update.columns()[..., : self.update.shared].to(torch.float64)
-        return self.update.layer.stored().to(torch.float64) + self.coefficients()[0] @ basis.mT
+            return self.coefficients()[0] @ basis.mT
 
     def norms(self) -> Tensor:
         """‖A‖₂ and ‖A‖_F of the shared part (2, groups); of A B where both are trained."""
@@ -67,3 +74,4 @@ class Figures:
     tau: float = 0.0
     update_norm: float = 0.0
     shrunk: float = 1.0  # the share of the update that was merged
+    rounded: float = 0.0  # the share of that which rounding to half precision took away

@@ -8,15 +8,20 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ness.errors import NessError
+from ness.errors import NessError, warn
+from ness.layers.names import listed
 from ness.layers.norms import affine_parameters, read_norms, write_norms
 from ness.updates.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
-from ness.updates.optimizers import refuse_other_optimizers
+from ness.updates.layer_state import LayerState
+from ness.updates.optimizers import OptimizerWatch
 from ness.updates.private import PrivatePart
+from ness.updates.saving import arrange_checks
 from ness.updates.update import Update
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
+
+ROUNDED = 0.05  # the share of an update that a half-precision merge may round away unsaid
 
 
 def updates_of(guard: NullSpace) -> list[Update]:
@@ -41,14 +46,15 @@ def enter(guard: NullSpace) -> None:
                 freeze_norm(module)
     updates = updates_of(guard)
     install(updates)
-    if guard._form == "sgd":
-        guard._watch_optimizers = refuse_other_optimizers(updates)
+    arrange_checks(guard.model)
+    guard._watch_optimizers = OptimizerWatch(guard.model, updates, guard._form)
     guard._phase = "constrained"
 
 
 def leave(guard: NullSpace) -> None:
     """Ordinary modules again."""
     uninstall(updates_of(guard))
+    arrange_checks(guard.model)
     for module in guard._found.norms.values():
         if is_constrained(module):
             unfreeze_norm(module)
@@ -91,6 +97,20 @@ def merge(guard: NullSpace) -> None:
     guard._tasks.finish(read_norms(guard._found.norms) if guard.norm == "per_task" else {}, parts)
     apply_private(guard, parts)
     guard._phase = "merged"
+    _warn_of_rounding({name: guard._protected[name] for name in merged})
+
+
+def _warn_of_rounding(states: Mapping[str, LayerState]) -> None:
+    lost = {name: state for name, state in states.items() if state.last.rounded > ROUNDED}
+    if lost:
+        layers = listed([f"{state.last.rounded:.0%} of the update of {name!r}" for name, state in lost.items()])
+        kind = str(next(iter(lost.values())).layer.weight.dtype).removeprefix("torch.")
+        warn(
+            f"merge: rounding to {kind} took away {layers}: what was trained is finer than what these weights can "
+            "hold. They are merged like that. To keep all of an update call model.float() before merge(), or merge a "
+            "float32 copy: twin, guard_of_twin = copy.deepcopy((model, guard)); or keep these layers in float32 and "
+            "train under autocast"
+        )
 
 
 def discard(guard: NullSpace) -> None:
