@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -11,32 +10,32 @@ import torch
 from torch import Tensor, nn
 
 from ness import distributed
-from ness._precision import ordinary_tensors
 from ness.certificate import Certificate
 from ness.comparison import Comparison
-from ness.errors import NessError
-from ness.layers.discovery import discover, shape_of
+from ness.errors import NessError, warn
+from ness.layers.discovery import discover, refuse_complex, shape_of
 from ness.layers.names import as_patterns
 from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
-from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
+from ness.statistics.recorder import Forward
 from ness.storage.folder import load_folder, save_folder, write_state_dict
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
 from ness.updates.optimizers import OptimizerWatch
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
+from ness.verbs.changes import Change, whole
 from ness.verbs.checks import check_guard_options
-from ness.verbs.constraining import Options, check_constrain, constraining
-from ness.verbs.observing import observed, reduce
-from ness.verbs.remainder import Remainder
+from ness.verbs.constraining import Options, Progress, constrain
+from ness.verbs.observing import Observes, observed, reduce
+from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
 
 
-class NullSpace:
+class NullSpace(Observes):
     """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
 
     >>> _ = torch.manual_seed(0)
@@ -98,7 +97,10 @@ class NullSpace:
         self._form: Form = "any"
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
+        self._unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
         self._watch_optimizers: OptimizerWatch | None = None
+        self._unfinished: Change | None = None  # a change under way, or one that was broken off
+        self._observation: observed | None = None  # under way
 
     # -- what it holds ----------------------------------------------------------------------------------------------
 
@@ -118,6 +120,17 @@ class NullSpace:
         return {**self._found.skipped, **self._idle}
 
     @property
+    def unprotected(self) -> dict[str, int]:
+        """Names and sizes of all that is trainable now and that no bound covers: {parameter: how many numbers}.
+
+        Excluded modules, and whatever else has `requires_grad`: embeddings, norms (also those that a task trains for
+        itself: `use` puts the others back), layers that saw no row yet, parameters that were unfrozen after observing.
+        Before the first `observe` that is everything. `compare` measures what it does.
+        """
+        protected = () if self.constrained else [p.layer for p in self._protected.values() if p.gram.count]
+        return unprotected(self.model, protected)
+
+    @property
     def grams(self) -> dict[str, Gram]:
         """What each layer has seen: `ness.Gram` by layer name."""
         return {name: protected.gram for name, protected in self._protected.items()}
@@ -127,45 +140,24 @@ class NullSpace:
         """Names of the tasks the guard knows, oldest first."""
         return list(self._tasks.names)
 
+    @whole
     def parameters(self) -> list[nn.Parameter]:
         """What to train: updates, a task's norms and private part, and what is trainable in excluded modules."""
         self._require_constrained("parameters()")
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    # -- observe ----------------------------------------------------------------------------------------------------
-
-    def observe(self, batches: Any, forward: Forward | None = None, task: str | None = None) -> None:
-        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
-
-        Args:
-            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
-                model is called with; any other form needs `forward`.
-            forward: `forward(model, batch)`, how the model is run on one batch.
-            task: names what the model knows now ("first" by default).
-
-        NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
-        or within 64 batches, since asking the device after each would make it wait.
-        """
-        with observed(self, task) as recorder:
-            index = -1
-            for index, batch in enumerate(batches_of(batches)):
-                recorder.drop()
-                call_model(self.model, batch, forward)
-                recorder.end(f"batch {index}")
-            if index < 0:
-                nothing_seen("there was no batch")
-
-    @contextmanager
-    def observing(self, task: str | None = None) -> Iterator[None]:
-        """Observe the forward passes that the caller runs inside the `with`."""
-        with observed(self, task) as recorder, passes_of(self.model, recorder):
-            yield
+        found = [p for p in self.model.parameters() if p.requires_grad]
+        if not found:
+            warn(
+                "parameters(): there is nothing to train: no layer has a free direction, and no excluded module is "
+                "trainable. Call discard(), loosen the rule, and constrain again"
+            )
+        return found
 
     def _refresh(self) -> None:
         """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
 
         A head that is added later is excluded as its kind is, and a layer that is added later can be observed.
         """
+        refuse_complex(self._found.layers)  # the model may have been converted since
         now = shape_of(self.model)
         if now == self._shape:
             return
@@ -187,6 +179,7 @@ class NullSpace:
 
     # -- constrain --------------------------------------------------------------------------------------------------
 
+    @whole
     def constrain(
         self,
         form: Form = "any",
@@ -195,13 +188,13 @@ class NullSpace:
         private: int = 0,
         rank: int | None = None,
         generator: torch.Generator | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
         A layer whose weight has `requires_grad=False` stays as it is. Training starts from the shared weights: where
-        the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` has the
-        weights as they run under their names, and the updates under `ness_*`: a plain model loads the first with
-        `strict=False`, this one takes the second back bit for bit.
+        the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` holds the
+        weights without the updates: keep those with `save` or `state`, or as copies of `parameters()`.
 
         Args:
             form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum, decay and clipping by norm
@@ -216,6 +209,12 @@ class NullSpace:
                 with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
                 space. `export_lora` writes it as a PEFT folder.
             generator: draws the start of B; torch's own by default.
+            progress: `progress(done, total, name)` is called after each layer that is decomposed, which takes long; the
+                model is untouched until the last. Under torch.distributed all calls come at the end.
+
+        Raises:
+            NessError: nothing was observed, the options do not fit, or the model is constrained already. Then, and
+                after any other error or Ctrl-C, model and guard are as before.
 
         >>> from ness.rules import Rank
         >>> guard = NullSpace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), rule=Rank(6), exclude="1")
@@ -224,36 +223,11 @@ class NullSpace:
         >>> {name: tuple(p.shape) for name, p in guard.model.named_parameters() if name.startswith("0.ness")}
         {'0.ness_weight': (1, 4, 2), '0.ness_weight_down': (1, 2, 8)}
         """
-        with ordinary_tensors():
-            for _ in constraining(self, Options(form, max_drift, task, private, rank, generator), depth=3):
-                pass
-
-    def constraining(
-        self,
-        form: Form = "any",
-        max_drift: float | None = None,
-        task: str | None = None,
-        private: int = 0,
-        rank: int | None = None,
-        generator: torch.Generator | None = None,
-    ) -> Iterator[str]:
-        """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
-
-        For whoever shows progress, or has other work in between. Nothing happens before the first layer is asked for,
-        and the model is untouched until the iterator ends; if it, or what was observed, has changed by then, it is
-        refused. Under torch.distributed all layers come at the end.
-
-        >>> guard = NullSpace(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
-        >>> guard.observe([torch.eye(3)])
-        >>> [layer for layer in guard.constraining()], guard.constrained
-        (['0', '1'], True)
-        """
-        options = Options(form, max_drift, task, private, rank, generator)
-        distributed.together(lambda: check_constrain(self, options))
-        return constraining(self, options, depth=2)
+        constrain(self, Options(form, max_drift, task, private, rank, generator), progress)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 
+    @whole
     def certificate(self) -> Certificate:
         """What the model kept: per layer rank, bound, and the exact drift on everything ever observed."""
         if not self._protected and not distributed.active():
@@ -269,8 +243,10 @@ class NullSpace:
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+            unprotected=self.unprotected,
         )
 
+    @whole
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
         """Measure how far the model's outputs on these batches are from what they were when it was last observed.
 
@@ -290,7 +266,7 @@ class NullSpace:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    @ordinary_tensors()
+    @whole
     def merge(self) -> None:
         """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order.
 
@@ -298,6 +274,7 @@ class NullSpace:
         """
         transitions.merge(self)
 
+    @whole
     def discard(self) -> None:
         """Drop the updates: the model is what it was before `constrain`, its task's private part included.
 
@@ -307,6 +284,7 @@ class NullSpace:
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
+    @whole
     def use(self, task: str | None) -> None:
         """Put a task's own norms and private part in place; None: the shared weights with the first task's norms.
 
@@ -330,20 +308,55 @@ class NullSpace:
 
         distributed.together(write)
 
+    def export_lora(self, folder: str | Path, rank: int | None = None) -> dict[str, float]:
+        """Write the last task's update as a LoRA adapter that PEFT loads: a folder of two files, without importing it.
+
+        While the task is trained, or after its `merge`. The adapter belongs to the weights as they were before the
+        task. With a private part it holds that too. Excluded modules that were trained (heads), and a task's own norms,
+        go along whole, as PEFT's `modules_to_save`. `ness.json` beside them says what the update can have moved.
+
+        >>> import tempfile
+        >>> from ness.rules import Rank
+        >>> model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
+        >>> guard = NullSpace(model, rule=Rank(6), exclude="1")
+        >>> guard.observe(torch.randn(100, 8))
+        >>> guard.constrain(rank=2)
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     guard.export_lora(folder), sorted(path.name for path in Path(folder).iterdir())
+        ({'0': 0.0}, ['adapter_config.json', 'adapter_model.safetensors', 'ness.json'])
+
+        Args:
+            folder: made if it is missing; an adapter that is there is replaced, all files or none.
+            rank: cut every layer's update to this rank, by its singular values. None: all of it, which at full width
+                is as wide as the free directions.
+
+        Returns:
+            By layer, the RMS over all observed rows of what the cut changes in the layer's outputs.
+
+        Raises:
+            NessError: there is no update, or it moves biases, which an adapter does not have.
+        """
+        from ness.lora import export_lora
+
+        return distributed.together(lambda: export_lora(self, Path(folder), rank))
+
     # -- storage ----------------------------------------------------------------------------------------------------
 
+    @whole
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything the guard knows, bases and updates included: tensors, and a description that is plain JSON."""
         from ness.storage.state import pack
 
         return pack(self)
 
+    @whole
     def load_state(self, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Take over what `state` gave, for the same model; refused whole if anything does not fit."""
         from ness.storage.state import unpack
 
         unpack(self, tensors, manifest)
 
+    @whole
     def save(self, folder: str | Path) -> None:
         """Write the guard to a folder: safetensors and a JSON manifest, all or nothing."""
         distributed.together(lambda: None)
@@ -369,7 +382,7 @@ class NullSpace:
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_watch_optimizers": None}
+        return {**self.__dict__, **dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or what was pickled: the guard of another model, whose optimizers it watches as this one does."""

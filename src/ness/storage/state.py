@@ -11,13 +11,14 @@ from torch import Tensor, nn
 
 from ness.errors import NessError
 from ness.layers import Layer
-from ness.layers.norms import NormValues, read_norms, write_norms
+from ness.layers.norms import NormValues, norm_swaps, read_norms
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
-from ness.updates.constraint import Constraint, Figures
+from ness.tasks import Tasks
+from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
@@ -56,6 +57,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "phase": guard._phase,
         "form": guard._form,
         "idle": dict(guard._idle),
+        **({"unmasked": dict(guard._unmasked)} if guard._unmasked else {}),
         "layers": layers,
         "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
@@ -98,7 +100,10 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
         tensors[f"{at}/directions"] = protected.directions
     if protected.shared is not None:
         tensors[f"{at}/shared"] = protected.shared
-    constraint = protected.constraint
+    factors, constraint = protected.factors, protected.constraint
+    if factors is not None and factors.left.numel() + factors.right.numel() < protected.anchor.numel():
+        entry["factors"] = factors.rank  # of an update at low rank; at full width they are larger than the layer
+        tensors |= {f"{at}/left": factors.left, f"{at}/right": factors.right}
     if constraint is not None:
         entry["constraint"] = {"rank": constraint.rank}
         tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
@@ -206,6 +211,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         }
         remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+        unmasked = dict(manifest.get("unmasked", {}))  # older guards knew no masks
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
@@ -216,23 +222,23 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     for name, values in norms.items():
         if values and set(values) != expected:
             raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
-    guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
-    guard._form, guard._idle, guard._remainder = form, idle, remainder
-    guard._tasks.private = private
-    guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
-    guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
-    guard._phase = phase
+    states = {name: protected[name] for name in guard._found.layers if name in protected}
     for name, part in in_place.items():
         protected[name].part = part  # the model was saved with it in its weights
+    known = Tasks()
+    known.norms, known.private, known.in_use, known.current = norms, private, tasks["in_use"], tasks["current"]
+    known.started, known.unnamed = tasks["started"], tasks["unnamed"]
     if phase == "constrained":
+        live = _norms(tensors, "norms/live/")
+        writes = norm_swaps(guard._found.norms, live) if live else []
         for name, entry in manifest["layers"].items():
             base = _base(protected[name], entry, tensors)
-            if base is not None:
-                protected[name].write(base)
-        live = _norms(tensors, "norms/live/")
-        if live:
-            write_norms(guard._found.norms, live)
-        enter(guard)
+            writes += [] if base is None else protected[name].swaps(base)
+        enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder, "_unmasked": unmasked})
+        return
+    fields = {"_protected": states, "_tasks": known, "_form": form, "_idle": idle, "_remainder": remainder}
+    fields["_unmasked"] = unmasked
+    guard.__dict__.update(fields, _phase=phase)
 
 
 def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
@@ -265,6 +271,12 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
         protected.directions = _tensor(tensors, f"{at}/directions", shape).to(device, copy=True)
     if f"{at}/shared" in tensors:
         protected.shared = _tensor(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
+    if "factors" in entry:
+        left, right = (layer.groups, layer.outputs, entry["factors"]), (layer.groups, entry["factors"], layer.width)
+        here = layer.weight.device
+        protected.factors = Factors(
+            _tensor(tensors, f"{at}/left", left).to(here), _tensor(tensors, f"{at}/right", right).to(here)
+        )
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
     return protected

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,12 +18,18 @@ from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
 from ness.statistics.spectrum import Spectrum, decompose
-from ness.updates.constraint import Constraint, Figures
+from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.private import PrivatePart, decompose_beside
+
+Swap = tuple[Tensor, Tensor]  # a tensor of the model, and the value it is to have
 
 
 class LayerState:
-    """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far."""
+    """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far.
+
+    Its methods write to no tensor, of its own or of the model: a verb works on a `copy`, which takes the place of the
+    original in one step when all is done, and what is to be written to the model is handed back.
+    """
 
     def __init__(self, layer: Layer, device: torch.device, relative: bool = False) -> None:
         self.layer = layer
@@ -34,9 +41,17 @@ class LayerState:
         self.merges = 0
         self.constraint: Constraint | None = None
         self.last = Figures()
+        self.factors: Factors | None = None  # of the last merged update
         self.directions: Tensor | None = None  # K (groups, width, k), float64: private directions that tasks share
         self.part: PrivatePart | None = None  # the private part that is in the weights
         self.shared: Tensor | None = None  # [W b] without it, in the parameter's dtype
+
+    def copy(self) -> LayerState:
+        """Another one that knows the same and can go its own way."""
+        twin = copy.copy(self)
+        twin.moments, twin.pending = copy.copy(self.moments), copy.copy(self.pending)
+        twin.relative = None if self.relative is None else self.relative.copy()
+        return twin
 
     @property
     def gram(self) -> Gram:
@@ -69,11 +84,14 @@ class LayerState:
         self.anchor = now
 
     def accumulator(self) -> Moments:
-        """Where new rows are added: straight to the moments, or where several are to have them to what is pending."""
+        """Where new rows are added from now on: the moments, or where several are to have them what is pending.
+
+        Nothing else knows these tensors, so they are added to in place.
+        """
         if not distributed.active() and self.relative is None:
+            self.moments = self.moments.opened() if self.moments.gram.count else self._no_rows()
             return self.moments
-        if self.pending is None:
-            self.pending = self._no_rows()
+        self.pending = self._no_rows() if self.pending is None else self.pending.opened()
         return self.pending
 
     def commit_pending(self) -> None:
@@ -94,7 +112,9 @@ class LayerState:
         Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
         """
         self.rebase_anchor()
-        pending = self.pending or self._no_rows()
+        pending = self._no_rows()
+        if self.pending is not None:
+            pending.add_(self.pending)
         distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
         pending.gram.count = distributed.total(pending.gram.count)
         pending.calls = distributed.total(pending.calls)
@@ -261,16 +281,19 @@ class LayerState:
         rows = float((self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1).sum() / count).sqrt())
         return (self.merges + 1) * epsilon * (weight + change) * rows
 
-    @torch.no_grad()
-    def write(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> None:
-        """Store [W b] (groups, o, width), rounded once, in the layer's parameters or in copies of weight and bias."""
+    def swaps(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> list[Swap]:
+        """How [W b] (groups, o, width) is stored in the layer's parameters, or in copies of weight and bias.
+
+        Written to its tensor, each value is rounded once.
+        """
         layer = self.layer
         targets = [p.data for p in (layer.weight, layer.bias) if p is not None] if into is None else into
         weight = targets[0] if layer.weight_part is None else targets[0][layer.weight_part]
-        weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
+        found = [(weight, layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))]
         if layer.bias is not None:
             bias = targets[1] if layer.bias_part is None else targets[1][layer.bias_part]
-            bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
+            found.append((bias, matrix[..., layer.fan_in].flatten().to(bias.device)))
+        return found
 
     # -- private parts ----------------------------------------------------------------------------------------------
 
@@ -282,14 +305,18 @@ class LayerState:
         wide = matrix.to(weight.device, torch.float64)
         return (wide + part.delta(self.directions, weight.device)).to(weight.dtype)
 
-    def apply_private(self, part: PrivatePart | None) -> None:
-        """Put a private part into the weights in place of the one that is there; None: the shared weights."""
-        if self.part is not None:
-            self.write(self.shared_weights())
-        self.part, self.shared = part, None
-        if part is not None:
-            self.shared = self.layer.stored()
-            self.write(self.with_private(self.shared, part))
+    def apply_private(self, part: PrivatePart | None) -> list[Swap]:
+        """Put a private part into the weights in place of the one that is there; None: the shared weights.
+
+        Returns:
+            What is to be written for it.
+        """
+        fresh = self.shared if self.part is None else None  # shared weights that are not written yet: see `finish`
+        if part is None and self.part is None and fresh is None:
+            return []
+        shared = self.shared_weights() if fresh is None else fresh
+        self.part, self.shared = part, None if part is None else shared
+        return self.swaps(self.with_private(shared, part))
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -316,20 +343,22 @@ class LayerState:
         return float(((base + change).to(dtype).to(torch.float64) - base - change).norm()) / length if length else 0.0
 
     def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
-        """Store the shared weights as trained, shrunk to a relative rule's limit, and book them: bounds add up.
+        """Book the shared weights as trained, shrunk to a relative rule's limit: bounds add up.
 
-        Without weights the layer was frozen. Directions that tasks share are held.
+        Without weights the layer was frozen. Directions that tasks share are held. `apply_private` writes the weights.
         """
         self.last, bounds = self.current()
         if weights is None and self.relative is not None:
             self.relative.travel = rule.expect(self.relative.travel, None)
         if weights is not None:
             weights, share = self._keep_limit(weights, rule)
+            assert self.constraint is not None
+            self.factors = self.constraint.factors(share)
+            self.shared = weights.to(self.layer.weight.device, self.layer.weight.dtype)
             lost = self._rounded_away(share)
-            self.write(weights)
             self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share, rounded=lost)
             bounds = bounds * share
-        self.spent += bounds
+        self.spent = self.spent + bounds
         self.merges += 1
         columns = None if self.constraint is None else self.constraint.columns
         if keep_directions and columns is not None and not columns.own:

@@ -70,24 +70,22 @@ def prepare(
     return Constraint(selection.rank, selection.threshold, sigma, unscaled, update, columns)
 
 
-def limit_drift(state: LayerState, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
-    """Keep the layer's whole RMS drift, earlier tasks' included, under a fraction of its outputs' RMS.
+def limit_drift(state: LayerState, update: Update, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
+    """Limit a new update: the layer's whole RMS drift, earlier tasks' included, stays under a fraction of its outputs.
 
     Under a relative rule T is kept under the fraction, and with it every single task's drift and their mean.
     """
-    assert state.constraint is not None
-    update = state.constraint.update
-    assert update is not None
     s, width = selection.weights, state.layer.width
+    change = state.shared_weights().to(state.anchor.device, torch.float64) - state.anchor.to(torch.float64)
     floor = torch.maximum(spectrum.sigma, spectrum.noise.unsqueeze(-1))
     if isinstance(update, LowRankUpdate):
         sizes = chosen_columns(spectrum.directions * floor.unsqueeze(-2), s > 0, width)[..., : state.layer.fan_in, :]
     else:
         sizes = chosen_columns((floor * s).unsqueeze(-2), s > 0, width)[:, 0]
     if state.relative is None:
-        room = fraction * float(state.moments.energy.sqrt()) - float(state.drift().sum().sqrt())
+        room = fraction * float(state.moments.energy.sqrt()) - float(state.moments.drift(change).sum().sqrt())
     else:
-        room = fraction - state.relative.total(state.change()) ** 0.5
+        room = fraction - state.relative.total(change) ** 0.5
     update.limit_drift(sizes, max(0.0, room))
 
 

@@ -1,32 +1,34 @@
-"""`constrain`, a layer at a time: decompose what was observed, choose, put the updates in place."""
+"""`constrain`: decompose what was observed, choose, put the updates in place."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from torch import Generator
 
 from ness import distributed
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError, warn
 from ness.layers.names import listed
 from ness.layers.norms import read_norms
 from ness.rules import Rank, Selection
 from ness.statistics.spectrum import Spectrum
 from ness.updates.constraint import Constraint
 from ness.updates.install import is_constrained
+from ness.updates.layer_state import LayerState, Swap
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.prepare import free_directions, limit_drift, prepare
 from ness.updates.private import capped, check_private
 from ness.updates.update import Form
 from ness.verbs.checks import check_constrain_options
-from ness.verbs.observing import reduce
-from ness.verbs.transitions import apply_private, enter, updates_of
+from ness.verbs.observing import reduce, refuse_observed
+from ness.verbs.transitions import enter, updates_in
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
+
+Progress = Callable[[int, int, str], object]  # (done, total, name of the layer or batch): called after each
 
 
 @dataclass(frozen=True)
@@ -45,51 +47,51 @@ class Options:
         return guard.bias if self.rank is None else "freeze"
 
 
-def constraining(guard: NullSpace, options: Options, depth: int) -> Iterator[str]:
-    """`depth`: how many frames up a warning points, to the caller's own line."""
+def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> None:
+    """See `NullSpace.constrain`."""
     distributed.together(lambda: check_constrain(guard, options))
     reduce(guard)
-    distributed.together(lambda: _begin_task(guard))
+    states = distributed.together(lambda: _begun(guard))
+    wanted, idle = _layers_to_constrain(guard, states)
+    before = _stamp(guard)
     spectra: dict[str, Spectrum] = {}
     if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
-        spectra = distributed.together(lambda: dict(_spectra(guard, options)))
-        yield from spectra
+        spectra = distributed.together(lambda: dict(_spectra(guard, wanted, options, None)))
+        for done, name in enumerate(spectra, start=1):
+            if progress is not None:
+                progress(done, len(spectra), name)
     else:
-        before = _stamp(guard)
-        for name, spectrum in _spectra(guard, options):
-            spectra[name] = spectrum
-            yield name
+        spectra = dict(_spectra(guard, wanted, options, progress))
+    if progress is not None and not distributed.active():
         check_constrain(guard, options)
-        if _stamp(guard) != before:
-            raise NessError(
-                "constraining: the model's weights, or what was observed, changed between two layers, so the "
-                "directions found no longer fit; nothing was constrained. Begin again"
-            )
+    if _stamp(guard) != before:
+        raise NessError(
+            "constrain: the model's weights, or what was observed, changed while it was at work, so the directions "
+            "found no longer fit; nothing was constrained. Begin again"
+        )
     selections = {
-        name: guard._protected[name].drop_dead_groups(selection)
-        for name, selection in _selections(guard, spectra).items()
+        name: states[name].drop_dead_groups(selection) for name, selection in _selections(guard, spectra).items()
     }
     for doubt in [*_warnings(guard, spectra, options.private), *_capped(selections, options.rank)]:
-        warnings.warn(doubt, NessWarning, stacklevel=depth)
+        warn(doubt)
     about = options.form, options.bias(guard), options.rank, options.generator
     constraints = {
-        name: prepare(guard._protected[name], spectra[name], selection, *about)
-        for name, selection in selections.items()
+        name: prepare(states[name], spectra[name], selection, *about) for name, selection in selections.items()
     }
     _share_start(constraints)
-    apply_private(guard, {})
-    for name, constraint in constraints.items():
-        protected = guard._protected[name]
-        protected.constraint = constraint
-        if options.max_drift is not None and constraint.update is not None:
-            limit_drift(protected, spectra[name], selections[name], options.max_drift)
-    if not updates_of(guard) and guard.rule != Rank(0):  # which asks for just that
-        warnings.warn(
-            "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=depth
-        )
-    guard._form = options.form
-    guard._tasks.begin(options.task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
-    enter(guard)
+    if options.max_drift is not None:
+        for name, constraint in constraints.items():
+            if constraint.update is not None:
+                limit_drift(states[name], constraint.update, spectra[name], selections[name], options.max_drift)
+    writes: list[Swap] = []
+    for name, state in states.items():
+        writes += state.apply_private(None)
+        state.constraint, state.factors = constraints.get(name), None
+    if not updates_in(states) and guard.rule != Rank(0):  # which asks for just that
+        warn("no direction is free in any layer: no layer will train. Loosen the rule")
+    tasks = guard._tasks.copy()
+    tasks.begin(options.task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
+    enter(guard, states, tasks, options.form, writes, {"_idle": idle})
 
 
 def check_constrain(guard: NullSpace, options: Options) -> None:
@@ -101,6 +103,7 @@ def check_constrain(guard: NullSpace, options: Options) -> None:
         raise NessError("constrain: already constrained; call merge() or discard() first")
     if any(is_constrained(module) for module in guard.model.modules()):
         raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
+    refuse_observed(guard.model, "constrain")
     guard._refresh()
     if not guard._protected and not distributed.active():
         raise NessError("constrain: nothing was observed yet; call observe(old_inputs) first")
@@ -109,11 +112,13 @@ def check_constrain(guard: NullSpace, options: Options) -> None:
     guard._tasks.check_new(task)
 
 
-def _begin_task(guard: NullSpace) -> None:
-    """What was observed last is a task of its own from now on, in every layer."""
+def _begun(guard: NullSpace) -> dict[str, LayerState]:
+    """The layers with what was observed last as a task of its own."""
+    states = {name: protected.copy() for name, protected in guard._protected.items()}
     if guard.rule.relative:
-        for protected in guard._protected.values():
-            protected.begin_task()
+        for state in states.values():
+            state.begin_task()
+    return states
 
 
 def _stamp(guard: NullSpace) -> dict[str, tuple[int, int]]:
@@ -124,25 +129,37 @@ def _stamp(guard: NullSpace) -> dict[str, tuple[int, int]]:
     }
 
 
-def _spectra(guard: NullSpace, options: Options) -> Iterator[tuple[str, Spectrum]]:
-    """Decompose every layer that saw something, beside its private directions; note those that did not."""
-    guard._idle = {name: "saw no input row: frozen" for name in guard._found.layers if name not in guard._protected}
-    found = False
-    for name, protected in guard._protected.items():
-        if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
-            guard._idle[name] = "saw only zeros: frozen"
+def _layers_to_constrain(
+    guard: NullSpace, states: Mapping[str, LayerState]
+) -> tuple[dict[str, LayerState], dict[str, str]]:
+    """Layers that saw something and may move; and those that stay as they are this time, each with the reason."""
+    wanted, found = {}, False
+    idle = {name: "saw no input row: frozen" for name in guard._found.layers if name not in states}
+    for name, state in states.items():
+        if state.moments.gram.count == 0 or not bool(state.group_energy().any()):
+            idle[name] = "saw only zeros: frozen"
             continue
         found = True
-        if not protected.layer.weight.requires_grad:
-            guard._idle[name] = "its weight has requires_grad=False: frozen, as it was"
-            continue
-        if protected.silent:
-            guard._idle[name] = "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
-            continue
-        decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
-        yield name, decompose(options.bias(guard), capped(options.private, protected.layer.fan_in))
+        if not state.layer.weight.requires_grad:
+            idle[name] = "its weight has requires_grad=False: frozen, as it was"
+        elif state.silent:
+            idle[name] = "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
+        else:
+            wanted[name] = state
     if not found:
         raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
+    return wanted, idle
+
+
+def _spectra(
+    guard: NullSpace, wanted: Mapping[str, LayerState], options: Options, progress: Progress | None
+) -> Iterator[tuple[str, Spectrum]]:
+    """Decompose every layer beside its private directions; rank 0 alone does the work."""
+    for done, (name, state) in enumerate(wanted.items(), start=1):
+        decompose = state.spectrum if distributed.on_rank_zero() else state.no_spectrum
+        yield name, decompose(options.bias(guard), capped(options.private, state.layer.fan_in))
+        if progress is not None:
+            progress(done, len(wanted), name)
 
 
 def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:

@@ -68,8 +68,7 @@ class Ness(Method):
             protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
             self._observe(protected)
         with self.context.watch.phase("decomposition"):
-            for _ in self.guard.constraining(form=self._form()):
-                pause()
+            self.guard.constrain(form=self._form(), progress=lambda *_: pause())
 
     def _form(self) -> Literal["any", "sgd"]:
         """The cheaper form wherever it is the same training.

@@ -85,8 +85,9 @@ class NessPlus(Method):
             training = self.context.training
             form: Literal["any", "sgd"] = "sgd" if training.optimizer in ("sgd", "sgdm") else "any"
             with self.context.watch.phase("decomposition"):
-                for _ in self.guard.constraining(form=form, task=_name(lesson.task), private=self.private):
-                    pause()
+                self.guard.constrain(
+                    form=form, task=_name(lesson.task), private=self.private, progress=lambda *_: pause()
+                )
 
     def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the updates, the norms and the head."""
