@@ -19,7 +19,7 @@ from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
 from ness.statistics.recorder import Forward
-from ness.storage.folder import load_folder, save_folder, write_state_dict
+from ness.storage.folder import load_folder, save_folder
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
 from ness.updates.optimizers import OptimizerWatch
@@ -28,6 +28,7 @@ from ness.verbs import comparing, transitions
 from ness.verbs.changes import Change, whole
 from ness.verbs.checks import check_guard_options
 from ness.verbs.constraining import Options, Progress, constrain
+from ness.verbs.exporting import Exports
 from ness.verbs.observing import Observes, observed, reduce
 from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
@@ -35,7 +36,7 @@ from ness.verbs.transitions import updates_of
 DEFAULT_RULE = Nuclear(1e-3)
 
 
-class NullSpace(Observes):
+class NullSpace(Observes, Exports):
     """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
 
     >>> _ = torch.manual_seed(0)
@@ -292,53 +293,6 @@ class NullSpace(Observes):
         that no switch touches.
         """
         transitions.use(self, task)
-
-    def export(self, task: str, path: str | Path) -> None:
-        """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
-
-        Its keys and their order are the model's own, so that a plain copy of the model loads it, without `ness`.
-        Excluded modules (heads) are written as they are now.
-        """
-        from ness.export import state_dict_of
-
-        def write() -> None:
-            state = state_dict_of(self, task)
-            if distributed.on_rank_zero():
-                write_state_dict(Path(path), state)
-
-        distributed.together(write)
-
-    def export_lora(self, folder: str | Path, rank: int | None = None) -> dict[str, float]:
-        """Write the last task's update as a LoRA adapter that PEFT loads: a folder of two files, without importing it.
-
-        While the task is trained, or after its `merge`. The adapter belongs to the weights as they were before the
-        task. With a private part it holds that too. Excluded modules that were trained (heads), and a task's own norms,
-        go along whole, as PEFT's `modules_to_save`. `ness.json` beside them says what the update can have moved.
-
-        >>> import tempfile
-        >>> from ness.rules import Rank
-        >>> model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-        >>> guard = NullSpace(model, rule=Rank(6), exclude="1")
-        >>> guard.observe(torch.randn(100, 8))
-        >>> guard.constrain(rank=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     guard.export_lora(folder), sorted(path.name for path in Path(folder).iterdir())
-        ({'0': 0.0}, ['adapter_config.json', 'adapter_model.safetensors', 'ness.json'])
-
-        Args:
-            folder: made if it is missing; an adapter that is there is replaced, all files or none.
-            rank: cut every layer's update to this rank, by its singular values. None: all of it, which at full width
-                is as wide as the free directions.
-
-        Returns:
-            By layer, the RMS over all observed rows of what the cut changes in the layer's outputs.
-
-        Raises:
-            NessError: there is no update, or it moves biases, which an adapter does not have.
-        """
-        from ness.lora import export_lora
-
-        return distributed.together(lambda: export_lora(self, Path(folder), rank))
 
     # -- storage ----------------------------------------------------------------------------------------------------
 
