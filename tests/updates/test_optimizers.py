@@ -110,6 +110,7 @@ def test_each_task_warns_anew() -> None:
 
 @pytest.mark.parametrize("end", ["merge", "discard"])
 def test_no_hook_is_left_behind(end: str) -> None:
+    gc.collect()  # other tests' models
     before = dict(hooks)
     _, guard = constrained()
     assert len(hooks) == len(before) + 1
@@ -118,6 +119,7 @@ def test_no_hook_is_left_behind(end: str) -> None:
 
 
 def test_the_hook_ends_with_the_model() -> None:
+    gc.collect()  # other tests' models
     before = dict(hooks)
     model, guard = constrained("sgd")
     del guard
@@ -134,6 +136,7 @@ def test_the_hook_ends_with_the_model() -> None:
 def test_a_guard_can_be_copied_and_pickled(form: str, way: Any) -> None:
     model, guard = constrained(form)
     train(model, torch.optim.SGD(guard.parameters(), lr=0.1), torch.randn(8, 32), steps=2)
+    gc.collect()
     count = len(hooks)
     twin = way(guard)
     assert len(hooks) == count + 1
