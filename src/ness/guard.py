@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -20,15 +19,16 @@ from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
 from ness.statistics.recorder import Forward
-from ness.storage.folder import load_folder, save_folder, write_state_dict
+from ness.storage.folder import load_folder, save_folder
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
-from ness.updates.optimizers import refuse_other_optimizers
+from ness.updates.optimizers import OptimizerWatch
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.changes import Change, whole
 from ness.verbs.checks import check_guard_options
 from ness.verbs.constraining import Options, Progress, constrain
+from ness.verbs.exporting import Exports
 from ness.verbs.observing import Observes, observed, reduce
 from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
@@ -36,7 +36,7 @@ from ness.verbs.transitions import updates_of
 DEFAULT_RULE = Nuclear(1e-3)
 
 
-class NullSpace(Observes):
+class NullSpace(Observes, Exports):
     """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
 
     >>> _ = torch.manual_seed(0)
@@ -99,7 +99,7 @@ class NullSpace(Observes):
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
         self._unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
-        self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
+        self._watch_optimizers: OptimizerWatch | None = None
         self._unfinished: Change | None = None  # a change under way, or one that was broken off
         self._observation: observed | None = None  # under way
 
@@ -294,53 +294,6 @@ class NullSpace(Observes):
         """
         transitions.use(self, task)
 
-    def export(self, task: str, path: str | Path) -> None:
-        """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
-
-        Its keys and their order are the model's own, so that a plain copy of the model loads it, without `ness`.
-        Excluded modules (heads) are written as they are now.
-        """
-        from ness.export import state_dict_of
-
-        def write() -> None:
-            state = state_dict_of(self, task)
-            if distributed.on_rank_zero():
-                write_state_dict(Path(path), state)
-
-        distributed.together(write)
-
-    def export_lora(self, folder: str | Path, rank: int | None = None) -> dict[str, float]:
-        """Write the last task's update as a LoRA adapter that PEFT loads: a folder of two files, without importing it.
-
-        While the task is trained, or after its `merge`. The adapter belongs to the weights as they were before the
-        task. With a private part it holds that too. Excluded modules that were trained (heads), and a task's own norms,
-        go along whole, as PEFT's `modules_to_save`. `ness.json` beside them says what the update can have moved.
-
-        >>> import tempfile
-        >>> from ness.rules import Rank
-        >>> model = nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2))
-        >>> guard = NullSpace(model, rule=Rank(6), exclude="1")
-        >>> guard.observe(torch.randn(100, 8))
-        >>> guard.constrain(rank=2)
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     guard.export_lora(folder), sorted(path.name for path in Path(folder).iterdir())
-        ({'0': 0.0}, ['adapter_config.json', 'adapter_model.safetensors', 'ness.json'])
-
-        Args:
-            folder: made if it is missing; an adapter that is there is replaced, all files or none.
-            rank: cut every layer's update to this rank, by its singular values. None: all of it, which at full width
-                is as wide as the free directions.
-
-        Returns:
-            By layer, the RMS over all observed rows of what the cut changes in the layer's outputs.
-
-        Raises:
-            NessError: there is no update, or it moves biases, which an adapter does not have.
-        """
-        from ness.lora import export_lora
-
-        return distributed.together(lambda: export_lora(self, Path(folder), rank))
-
     # -- storage ----------------------------------------------------------------------------------------------------
 
     @whole
@@ -382,16 +335,15 @@ class NullSpace(Observes):
         if not self.constrained:
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NullSpace:
-        """A guard of a copy of the model, which refuses optimizers as this one does."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        own = dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))
-        twin.__dict__.update(copy.deepcopy({**self.__dict__, **own}, memo))
-        twin._shape = shape_of(twin.model) if not twin.constrained else ()
-        if self._watch_optimizers is not None:
-            twin._watch_optimizers = refuse_other_optimizers(updates_of(twin))
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or what was pickled: the guard of another model, whose optimizers it watches as this one does."""
+        self.__dict__.update(state)
+        self._shape = shape_of(self.model) if not self.constrained else ()
+        if self.constrained:
+            self._watch_optimizers = OptimizerWatch(self.model, updates_of(self), self._form)
 
     def __repr__(self) -> str:
         return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import math
 import re
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from torch import Tensor, nn
 from ness import distributed
 from ness._files import write_together
 from ness._version import __version__
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError, warn
 from ness.layers import AttentionInput, AttentionOutput, ConvLayer, Layer, TransposedLinearLayer
 from ness.layers.names import listed
 from ness.storage.folder import serialised
@@ -103,11 +102,9 @@ def export_lora(guard: NullSpace, folder: Path, rank: int | None) -> dict[str, f
     if distributed.on_rank_zero():
         write_together(folder, content)
     if merged_before > 0:
-        warnings.warn(
+        warn(
             f"export_lora: {merged_before} earlier task(s) were merged into this model, so the adapter's base is the "
-            "model as it was before its own task, not the one it was loaded from; save that base beside the adapter",
-            NessWarning,
-            stacklevel=3,
+            "model as it was before its own task, not the one it was loaded from; save that base beside the adapter"
         )
     return extra
 
@@ -184,7 +181,7 @@ def _adapted(guard: NullSpace, factors: Mapping[str, Factors], names: Mapping[in
     if merged_alone or run_alone:
         texts = [f"{listed(merged_alone)} right only once it is merged (dilation, padding mode)"] * bool(merged_alone)
         texts += [f"{listed(run_alone)} right, and cannot merge it (groups)"] * bool(run_alone)
-        warnings.warn(f"export_lora: PEFT runs the update of {'; of '.join(texts)}", NessWarning, stacklevel=5)
+        warn(f"export_lora: PEFT runs the update of {'; of '.join(texts)}")
     return adapted
 
 
