@@ -104,9 +104,8 @@ def test_a_task_can_be_resumed_half_way(tmp_path: Path) -> None:
     guard.save(tmp_path)
     live, x = norms(model), torch.randn(4, 3, 8, 8)
     expected = model(x)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
     other = ResNetLike()
-    other.load_state_dict(state)
+    other.load_state_dict(model.state_dict(), strict=False)
     again = ness.NullSpace.load(tmp_path, other)
     other.eval()
     assert same(live, norms(other))

@@ -22,6 +22,7 @@ from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
+from ness.updates.saving import as_it_runs, updates_in
 from ness.updates.update import Projector, Update
 from ness.verbs.remainder import Remainder
 from ness.verbs.transitions import enter
@@ -108,10 +109,19 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
         tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
         if constraint.update is not None:
             entry["constraint"] |= _pack_update(constraint.update, at, tensors)
+            entry["running"] = fingerprint(_as_state_dicts_have_it(layer))  # the weights that a state dict has now
+            tensors[f"{at}/base"] = layer.stored()
         if constraint.columns is not None:
             entry["constraint"]["own"] = constraint.columns.own
             tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
     return entry
+
+
+def _as_state_dicts_have_it(layer: Layer) -> Tensor:
+    """[W b] with the updates in training (groups, o, width), rounded to the dtype of the weights."""
+    with torch.no_grad():
+        values = as_it_runs(layer.module, updates_in(layer.module))
+        return layer.joint(values[layer.weight_name], None if layer.bias is None else values[str(layer.bias_name)])
 
 
 def _describe_relative(relative: Relative) -> dict[str, Any]:
@@ -221,6 +231,9 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if phase == "constrained":
         live = _norms(tensors, "norms/live/")
         writes = norm_swaps(guard._found.norms, live) if live else []
+        for name, entry in manifest["layers"].items():
+            base = _base(protected[name], entry, tensors)
+            writes += [] if base is None else protected[name].swaps(base)
         enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder, "_unmasked": unmasked})
         return
     fields = {"_protected": states, "_tasks": known, "_form": form, "_idle": idle, "_remainder": remainder}
@@ -240,12 +253,12 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
-    if entry["weights"] != fingerprint(layer.stored()):
+    at, device = f"layers/{name}", protected.anchor.device
+    if entry["weights"] != fingerprint(layer.stored()) and _base(protected, entry, tensors) is None:
         raise NessError(
             f"the model changed between save and load: the weights of layer {name!r} are not those it was saved with. "
             "Load the model's state dict of that moment first"
         )
-    at, device = f"layers/{name}", protected.anchor.device
     protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
     if entry["pending"] is not None:
         protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
@@ -267,6 +280,17 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
     return protected
+
+
+def _base(protected: LayerState, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """[W b] under the update, where the model holds the state dict of a constrained one: W + ΔW."""
+    layer = protected.layer
+    if entry.get("running") != fingerprint(layer.stored()):
+        return None
+    base = _tensor(tensors, f"layers/{layer.name}/base", layer.stored().shape)
+    if fingerprint(base) != entry["weights"]:
+        raise NessError(f"the saved guard is damaged: the base of layer {layer.name!r} is another one; save it again")
+    return base
 
 
 def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
