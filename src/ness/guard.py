@@ -325,7 +325,12 @@ class NullSpace(Observes, Exports):
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> NullSpace:
-        """Read a guard from a folder, for the model it was saved with."""
+        """Read a guard from a folder, for the model it was saved with.
+
+        Or for one that is that model but for a prefix of its names: a guard of a body (`BertModel`) loads for the
+        classifier around it, whose other modules are then excluded: nothing of them was observed, they train, and
+        `unprotected` lists them. Or for a copy in another dtype: what rounding has moved counts as drift.
+        """
         from ness.storage.state import rebuild
 
         tensors, manifest = load_folder(Path(folder))

@@ -17,6 +17,7 @@ from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
+from ness.storage.placing import check_accounted, check_weights, place
 from ness.tasks import Tasks
 from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
@@ -174,6 +175,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
     from ness.guard import NullSpace
 
     try:
+        tensors, manifest = place(model, tensors, manifest)
         guard = NullSpace(
             model,
             rule=rule_from_dict(manifest["rule"]),
@@ -188,7 +190,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
         )
     except NessError as error:
         raise NessError(f"the saved guard is for another model: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     unpack(guard, tensors, manifest)
     return guard
@@ -199,6 +201,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if guard.constrained:
         raise NessError("load_state: the guard is constrained; call merge() or discard() first")
     try:
+        check_accounted(tensors, manifest)
         protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
         task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
         norms = {name: _norms(tensors, f"norms/{number}/") for number, name in enumerate(task_names)}
@@ -248,22 +251,23 @@ def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
 def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerState:
     layer = guard._found.layers.get(name)
     if layer is None:
-        raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
+        raise NessError(
+            f"the saved guard is for another model: it protects {name!r}, which this model has neither "
+            "under this name nor under one with a prefix"
+        )
     protected = LayerState(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
     at, device = f"layers/{name}", protected.anchor.device
+    anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape)
     if entry["weights"] != fingerprint(layer.stored()) and _base(protected, entry, tensors) is None:
-        raise NessError(
-            f"the model changed between save and load: the weights of layer {name!r} are not those it was saved with. "
-            "Load the model's state dict of that moment first"
-        )
+        check_weights(layer, entry, anchor, held="constraint" in entry or f"{at}/shared" in tensors)
     protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
     if entry["pending"] is not None:
         protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
     protected.relative = _relative(protected, tensors, at, entry.get("relative"))
-    protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
+    protected.anchor = anchor.to(device, copy=True)  # in the dtype it had: drift counts from the weights observed
     protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
     protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
     if "directions" in entry:
