@@ -27,7 +27,7 @@ from ness.updates.layer_state import LayerState
 from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
-from ness.verbs.changes import Change, recover, whole
+from ness.verbs.changes import Around, Change, whole
 from ness.verbs.checks import check_guard_options
 from ness.verbs.constraining import Options, Progress, constrain
 from ness.verbs.observing import observed, reduce
@@ -180,12 +180,12 @@ class NullSpace:
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
         """Observe the forward passes that the caller runs inside the `with`."""
-        outer = self._observation
+        around = Around(self)
         try:
             with observed(self, task) as recorder, passes_of(self.model, recorder):
                 yield
         except BaseException:
-            recover(self, outer)
+            around.restore()
             raise
 
     def _refresh(self) -> None:
