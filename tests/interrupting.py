@@ -17,8 +17,10 @@ from ness.updates.install import UPDATES
 SOURCES = str(Path(ness.__file__).parent)
 
 
-def run_traced(act: Callable[[], object], at: int | None = None, how: str = "raise") -> int:
-    """Run `act` up to the line event with number `at` in the package's files, then interrupt; returns how many came.
+def run_traced(act: Callable[[], object], at: int | None = None, how: str = "raise", sources: str = SOURCES) -> int:
+    """Run `act` up to the line event with number `at` in the files below `sources`, then interrupt.
+
+    Returns how many line events came.
 
     how: "raise" raises KeyboardInterrupt on that very line, "signal" sends SIGINT, as Ctrl-C does.
     """
@@ -36,7 +38,7 @@ def run_traced(act: Callable[[], object], at: int | None = None, how: str = "rai
         return line
 
     def call(frame: Any, event: str, _: Any) -> Any:
-        return line if frame.f_code.co_filename.startswith(SOURCES) else None
+        return line if frame.f_code.co_filename.startswith(sources) else None
 
     sys.settrace(call)
     try:
@@ -127,6 +129,7 @@ def sweep(
     how: str = "raise",
     every: int = 1,
     then: Callable[[ness.NullSpace], object] | None = None,
+    sources: str = SOURCES,
 ) -> tuple[int, int]:
     """Interrupt `verb` at every line event, and demand that all is as before it, or as after it.
 
@@ -145,7 +148,7 @@ def sweep(
     counts, at = [0, 0], 1
     while True:
         try:
-            run_traced(lambda: verb(guard), at, how)  # noqa: B023
+            run_traced(lambda: verb(guard), at, how, sources)  # noqa: B023
             broken = False
         except KeyboardInterrupt:
             broken = True

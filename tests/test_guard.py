@@ -357,25 +357,6 @@ def test_tied_layers_are_one_layer() -> None:
     assert torch.allclose(model(x), before, atol=1e-6)
 
 
-def test_a_weight_shared_with_an_unsupported_module_is_refused_by_name() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
-            self.fc = nn.Linear(8, 8)
-            self.out.weight = self.embed.weight
-
-    with pytest.raises(ness.NessError, match=r"layer 'out' shares its weight with 'embed' \(Embedding\)"):
-        ness.NullSpace(Tied())
-    with pytest.raises(ness.NessError, match=r"'out.weight' is excluded, and 'embed.weight' is the same parameter"):
-        ness.NullSpace(Tied(), exclude=["out"])
-    assert ness.NullSpace(Tied(), exclude=["out", "embed"]).layers == ("fc",)
-    half = named(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    half.b.weight = half.a.weight
-    with pytest.raises(ness.NessError, match="share a weight but differ"):
-        ness.NullSpace(half)
-
-
 def test_a_frozen_bias_does_not_move() -> None:
     model = mlp()
     guard = ready(model, bias="freeze", rule=ness.Rank(6))

@@ -1,6 +1,7 @@
-"""The one family of errors and warnings that this package raises."""
+"""The one family of errors and warnings that this package raises, and how a name is shown in one."""
 
 import sys
+import unicodedata
 import warnings
 
 OURS = ("ness", "torch", "contextlib", "functools")  # packages whose lines a warning does not point at
@@ -20,6 +21,25 @@ class NessError(Exception):
 
 class NessWarning(UserWarning):
     """Something that is allowed and probably not what you want; the message says what it means."""
+
+
+# Characters that turn the direction of what follows; control characters, half surrogates and line ends have categories.
+_TURNING = frozenset("\u061c\u200e\u200f\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069")
+
+
+def printable(text: str) -> str:
+    r"""The text in one line, with everything that a terminal would obey instead of show written as an escape.
+
+    >>> printable("a\x1b[31mred\nline")
+    'a\\x1b[31mred\\nline'
+    """
+    if text.isascii() and text.isprintable():
+        return text
+    return "".join(letter.encode("unicode_escape").decode() if _is_obeyed(letter) else letter for letter in text)
+
+
+def _is_obeyed(letter: str) -> bool:
+    return letter in _TURNING or unicodedata.category(letter) in ("Cc", "Cs", "Zl", "Zp")
 
 
 def warn(message: str) -> None:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,29 +14,30 @@ from ness import distributed
 from ness.certificate import Certificate
 from ness.comparison import Comparison
 from ness.errors import NessError, warn
-from ness.layers.discovery import discover, shape_of
+from ness.layers.discovery import discover, refuse_complex, shape_of
 from ness.layers.names import as_patterns
 from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
-from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
-from ness.storage.folder import load_folder, save_folder, write_state_dict
+from ness.statistics.recorder import Forward
+from ness.storage.folder import load_folder, save_folder
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
 from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
-from ness.verbs.changes import Around, Change, whole
+from ness.verbs.changes import Change, whole
 from ness.verbs.checks import check_guard_options
 from ness.verbs.constraining import Options, Progress, constrain
-from ness.verbs.observing import observed, reduce
+from ness.verbs.exporting import Exports
+from ness.verbs.observing import Observes, observed, reduce
 from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
 
 
-class NullSpace:
+class NullSpace(Observes, Exports):
     """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
 
     >>> _ = torch.manual_seed(0)
@@ -99,6 +99,7 @@ class NullSpace:
         self._form: Form = "any"
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
+        self._unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
         self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
         self._unfinished: Change | None = None  # a change under way, or one that was broken off
         self._observation: observed | None = None  # under way
@@ -153,46 +154,12 @@ class NullSpace:
             )
         return found
 
-    # -- observe ----------------------------------------------------------------------------------------------------
-
-    @whole
-    def observe(self, batches: Any, forward: Forward | None = None, task: str | None = None) -> None:
-        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
-
-        Args:
-            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
-                model is called with; any other form needs `forward`.
-            forward: `forward(model, batch)`, how the model is run on one batch.
-            task: names what the model knows now ("first" by default).
-
-        NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
-        or within 64 batches, since asking the device after each would make it wait.
-        """
-        with observed(self, task, undo=True) as recorder:
-            index = -1
-            for index, batch in enumerate(batches_of(batches)):
-                recorder.drop()
-                call_model(self.model, batch, forward)
-                recorder.end(f"batch {index}")
-            if index < 0:
-                nothing_seen("there was no batch")
-
-    @contextmanager
-    def observing(self, task: str | None = None) -> Iterator[None]:
-        """Observe the forward passes that the caller runs inside the `with`."""
-        around = Around(self)
-        try:
-            with observed(self, task) as recorder, passes_of(self.model, recorder):
-                yield
-        except BaseException:
-            around.restore()
-            raise
-
     def _refresh(self) -> None:
         """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
 
         A head that is added later is excluded as its kind is, and a layer that is added later can be observed.
         """
+        refuse_complex(self._found.layers)  # the model may have been converted since
         now = shape_of(self.model)
         if now == self._shape:
             return
@@ -327,21 +294,6 @@ class NullSpace:
         that no switch touches.
         """
         transitions.use(self, task)
-
-    def export(self, task: str, path: str | Path) -> None:
-        """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
-
-        Its keys and their order are the model's own, so that a plain copy of the model loads it, without `ness`.
-        Excluded modules (heads) are written as they are now.
-        """
-        from ness.export import state_dict_of
-
-        def write() -> None:
-            state = state_dict_of(self, task)
-            if distributed.on_rank_zero():
-                write_state_dict(Path(path), state)
-
-        distributed.together(write)
 
     # -- storage ----------------------------------------------------------------------------------------------------
 

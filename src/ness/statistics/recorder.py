@@ -19,6 +19,7 @@ from ness.errors import NessError
 from ness.layers import Layer, Record, Rows
 from ness.statistics.gram import add_gram_
 from ness.statistics.moments import Moments
+from ness.statistics.padding import Masking, is_mapping
 
 Forward = Callable[[nn.Module, Any], Any]
 
@@ -57,8 +58,12 @@ class Recorder:
     that decides. The host learns of it in `check`.
     """
 
-    def __init__(self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64) -> None:
-        self.open_books, self.dtype = open_books, dtype
+    def __init__(
+        self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64, masking: Masking | None = None
+    ) -> None:
+        self.open_books, self.dtype, self.masking = open_books, dtype, masking
+        self.unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
+        self.rows = self.padding = 0  # rows that were recorded, and those that were left out
         self.staged: dict[str, Staged] = {}
         self.unread: list[Pass] = []
         self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
@@ -69,6 +74,7 @@ class Recorder:
 
     @torch.no_grad()
     def _record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        rows, outputs = self._without_padding(layer, rows, outputs)
         books, added = self.open_books(layer.name), energy(outputs)
         staged = self.staged.get(layer.name)
         if staged is None:
@@ -76,8 +82,30 @@ class Recorder:
         else:
             staged.energy = staged.energy + added
         add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
-        staged.count += rows.numel() // (layer.groups * layer.fan_in)
+        count = rows.numel() // (layer.groups * layer.fan_in)
+        staged.count += count
+        self.rows += count
         staged.calls += 1
+
+    def _without_padding(self, layer: Layer, rows: Rows, outputs: Tensor) -> tuple[Rows, Tensor]:
+        """The rows and outputs of one call that are no padding."""
+        padding = None if self.masking is None else self.masking.now
+        if padding is None or not padding.needed:
+            return rows, outputs
+        positions = layer.by_position(outputs)
+        index, doubt = padding.real_rows(layer, rows, tuple(positions.shape[:-1]))
+        if doubt is not None:
+            self.unmasked.setdefault(layer.name, doubt)
+        if index is None:
+            return rows, outputs
+        flat = rows.reshape(layer.groups, -1, layer.fan_in)
+        self.padding += flat.shape[1] - len(index)
+        return flat.index_select(1, index), positions.reshape(flat.shape[1], -1).index_select(0, index)
+
+    def check_rows(self) -> None:
+        """Refuse to have been shown nothing but padding."""
+        if self.padding and not self.rows:
+            nothing_seen("every token is padding")
 
     def drop(self) -> None:
         """Forget the pass under way: it broke off."""
@@ -146,23 +174,22 @@ class FastPath:
     """Attention's fast paths, a switch of the whole process: off as long as any watch of any thread is on."""
 
     def __init__(self) -> None:
-        self.lock, self.watches, self.before = threading.RLock(), set[int](), True
+        self.watches, self.before = set[int](), True
 
-    def avoid(self, watch: object) -> None:
+    def avoid(self, watch: Watch) -> None:
         """Switch them off for this watch."""
-        with self.lock:
-            if not self.watches:
-                self.before = torch.backends.mha.get_fastpath_enabled()
-            self.watches.add(id(watch))
-            torch.backends.mha.set_fastpath_enabled(False)
+        now = torch.backends.mha.get_fastpath_enabled()
+        if not self.watches:
+            self.before = now
+        watch.avoids = True
+        self.watches.add(id(watch))
+        torch.backends.mha.set_fastpath_enabled(False)
 
-    def allow(self, watch: object) -> None:
-        """A watch is over: they are as they were before the first, if it is the last."""
-        with self.lock:
-            if id(watch) in self.watches:
-                self.watches.discard(id(watch))
-                if not self.watches:
-                    torch.backends.mha.set_fastpath_enabled(self.before)
+    def allow(self, watch: Watch) -> None:
+        """A watch is over: they are as they were before the first, if it was the last."""
+        self.watches.discard(id(watch))
+        if watch.avoids and not self.watches:
+            torch.backends.mha.set_fastpath_enabled(self.before)
 
 
 FAST_PATH = FastPath()
@@ -177,17 +204,22 @@ class Watch:
     """
 
     def __init__(
-        self, model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        record: Callable[[Layer, Rows, Tensor], None],
+        masking: Masking | None = None,
     ) -> None:
-        self.model, self.layers, self.record = model, list(layers), record
+        self.model, self.layers, self.record, self.masking = model, list(layers), record, masking
         self.thread = threading.get_ident()
         self.modes = [(module, module.training) for module in model.modules()]
         self.grad = torch.is_grad_enabled()
-        hosts = dict.fromkeys([model, *(host for layer in self.layers for host in layer.hosts)])
+        hosts = dict.fromkeys([*model.modules(), *(host for layer in self.layers for host in layer.hosts)])
         self.hooks = [(kinds, set().union(*kinds)) for host in hosts for kinds in _hooks_of(host)]
-        self.parameters = [(module, dict(module._parameters)) for host in hosts for module in host.modules()]
+        inside = dict.fromkeys(module for host in hosts for module in host.modules())
+        self.parameters = [(module, dict(module._parameters)) for module in inside]
         self.handles: list[RemovableHandle] = []
-        self.on = True
+        self.on, self.avoids = True, False
 
     def open(self) -> None:
         """Begin."""
@@ -195,6 +227,8 @@ class Watch:
         for layer in self.layers:
             for host in layer.hosts:
                 self.handles.append(layer.watch(host, self._bound(layer)))
+        if self.masking is not None:
+            self.masking.follow(self.handles)
         self.model.eval()
         torch.set_grad_enabled(False)
 
@@ -228,8 +262,13 @@ class Watch:
 
 def _hooks_of(module: nn.Module) -> list[list[dict[int, Any]]]:
     """A module's forward hooks, and its hooks before the forward, by their number; then what torch notes of each."""
-    after = [module._forward_hooks, module._forward_hooks_with_kwargs, module._forward_hooks_always_called]
-    return [after, [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]]
+    after: list[dict[int, Any]] = [
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+    before: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    return [after, before]
 
 
 def _is_ours(hook: Any) -> bool:
@@ -274,7 +313,11 @@ def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             recorder.end(f"pass {passes}")
             passes += 1
 
-    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends, always_call=True)]
+    # before any hook that may raise, since `ends` is called whatever happens
+    handles = [
+        model.register_forward_pre_hook(begins, prepend=True),
+        model.register_forward_hook(ends, always_call=True),
+    ]
     try:
         yield
     finally:
@@ -293,7 +336,7 @@ def nothing_seen(what: str) -> None:
 
 def batches_of(batches: Any) -> Iterable[Any]:
     """Any iterable of batches; a bare tensor or a dict is one batch."""
-    if isinstance(batches, (Tensor, Mapping)):
+    if isinstance(batches, Tensor) or is_mapping(batches):
         return [batches]
     if not isinstance(batches, Iterable):
         raise NessError(f"observe: found {type(batches).__name__}, expected batches: an iterable, or one tensor")
@@ -307,7 +350,7 @@ def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
         return forward(model, batch)
     if isinstance(batch, Tensor):
         return model(batch)
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         return model(**batch)
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
         return model(batch[0])
@@ -327,8 +370,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Tensors moved to a device, inside tuples, lists and dicts too."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+    if is_mapping(value):
+        return {key: to_device(value[key], device) for key in value.keys()}  # noqa: SIM118
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, (tuple, list)):

@@ -18,7 +18,7 @@ from ness.statistics.moments import Moments
 from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
 from ness.tasks import Tasks
-from ness.updates.constraint import Constraint, Figures
+from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
@@ -56,6 +56,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "phase": guard._phase,
         "form": guard._form,
         "idle": dict(guard._idle),
+        **({"unmasked": dict(guard._unmasked)} if guard._unmasked else {}),
         "layers": layers,
         "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
@@ -98,7 +99,10 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
         tensors[f"{at}/directions"] = protected.directions
     if protected.shared is not None:
         tensors[f"{at}/shared"] = protected.shared
-    constraint = protected.constraint
+    factors, constraint = protected.factors, protected.constraint
+    if factors is not None and factors.left.numel() + factors.right.numel() < protected.anchor.numel():
+        entry["factors"] = factors.rank  # of an update at low rank; at full width they are larger than the layer
+        tensors |= {f"{at}/left": factors.left, f"{at}/right": factors.right}
     if constraint is not None:
         entry["constraint"] = {"rank": constraint.rank}
         tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
@@ -197,6 +201,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         }
         remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+        unmasked = dict(manifest.get("unmasked", {}))  # older guards knew no masks
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
@@ -216,9 +221,10 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if phase == "constrained":
         live = _norms(tensors, "norms/live/")
         writes = norm_swaps(guard._found.norms, live) if live else []
-        enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder})
+        enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder, "_unmasked": unmasked})
         return
     fields = {"_protected": states, "_tasks": known, "_form": form, "_idle": idle, "_remainder": remainder}
+    fields["_unmasked"] = unmasked
     guard.__dict__.update(fields, _phase=phase)
 
 
@@ -252,6 +258,12 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
         protected.directions = _tensor(tensors, f"{at}/directions", shape).to(device, copy=True)
     if f"{at}/shared" in tensors:
         protected.shared = _tensor(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
+    if "factors" in entry:
+        left, right = (layer.groups, layer.outputs, entry["factors"]), (layer.groups, entry["factors"], layer.width)
+        here = layer.weight.device
+        protected.factors = Factors(
+            _tensor(tensors, f"{at}/left", left).to(here), _tensor(tensors, f"{at}/right", right).to(here)
+        )
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
     return protected

@@ -18,7 +18,7 @@ from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
 from ness.statistics.spectrum import Spectrum, decompose
-from ness.updates.constraint import Constraint, Figures
+from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.private import PrivatePart, decompose_beside
 
 Swap = tuple[Tensor, Tensor]  # a tensor of the model, and the value it is to have
@@ -41,6 +41,7 @@ class LayerState:
         self.merges = 0
         self.constraint: Constraint | None = None
         self.last = Figures()
+        self.factors: Factors | None = None  # of the last merged update
         self.directions: Tensor | None = None  # K (groups, width, k), float64: private directions that tasks share
         self.part: PrivatePart | None = None  # the private part that is in the weights
         self.shared: Tensor | None = None  # [W b] without it, in the parameter's dtype
@@ -342,6 +343,8 @@ class LayerState:
             self.relative.travel = rule.expect(self.relative.travel, None)
         if weights is not None:
             weights, share = self._keep_limit(weights, rule)
+            assert self.constraint is not None
+            self.factors = self.constraint.factors(share)
             self.shared = weights.to(self.layer.weight.device, self.layer.weight.dtype)
             self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
             bounds = bounds * share

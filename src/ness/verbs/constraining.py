@@ -86,7 +86,7 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
     writes: list[Swap] = []
     for name, state in states.items():
         writes += state.apply_private(None)
-        state.constraint = constraints.get(name)
+        state.constraint, state.factors = constraints.get(name), None
     if not updates_in(states) and guard.rule != Rank(0):  # which asks for just that
         warn("no direction is free in any layer: no layer will train. Loosen the rule")
     tasks = guard._tasks.copy()

@@ -3,20 +3,33 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
 from ness import distributed
 from ness._precision import ordinarily
-from ness.errors import NessError
+from ness.errors import NessError, warn
+from ness.layers.names import listed
 from ness.statistics.moments import Moments
-from ness.statistics.recorder import NotFinite, Recorder, Watch
+from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of, masks_of_batch
+from ness.statistics.recorder import (
+    Forward,
+    NotFinite,
+    Recorder,
+    Watch,
+    batches_of,
+    call_model,
+    nothing_seen,
+    passes_of,
+)
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
+from ness.verbs.changes import Around, whole
 from ness.verbs.remainder import Remainder
 
 if TYPE_CHECKING:
@@ -79,6 +92,113 @@ def refuse_observed(model: nn.Module, verb: str) -> None:
             )
 
 
+class Observes:
+    """The verbs of a guard that look on."""
+
+    @property
+    def unmasked(self) -> dict[str, str]:
+        """Layers whose rows may count padding, with the reason: their shapes did not tell which rows are tokens."""
+        return dict(cast("NullSpace", self)._unmasked)
+
+    def observe(
+        self, batches: Any, forward: Forward | None = None, task: str | None = None, mask: MaskOf | None = None
+    ) -> None:
+        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
+
+        Padding is no row: where a batch (a mapping, or an object with keys) has an `attention_mask` (batch, tokens),
+        the statistics are those of the unpadded sequences; an encoder-decoder's other side follows its
+        `decoder_attention_mask`. Poolers and others with one row a sample count all rows; where shapes leave a doubt
+        all rows count, and the layer is in `unmasked`.
+
+        Args:
+            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
+                model is called with; any other form needs `forward`.
+            forward: `forward(model, batch)`, how the model is run on one batch.
+            task: names what the model knows now ("first" by default).
+            mask: `mask(batch)` says which tokens are real, instead of `attention_mask`: (batch, tokens), True or 1
+                where a token is real; None where all are. For (input, mask) batches: `mask=lambda batch: batch[1]`.
+
+        Raises:
+            NessError: there was no batch, or no row that is no padding; a mask is 3-D or 4-D, or is one that is added
+                to scores; or NaN or Inf in a batch: the statistics are then those of the batches before it. That comes
+                at the end, or within 64 batches, since asking the device after each would make it wait.
+
+        >>> from torch import nn
+        >>> from ness import NullSpace
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+        >>> guard = NullSpace(model)
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 0, 0]])
+        >>> guard.observe([(tokens, tokens != 0)], mask=lambda batch: batch[1])
+        >>> guard.grams["1"].count
+        4
+        """
+        _observe(cast("NullSpace", self), batches, forward, task, mask)
+
+    @contextmanager
+    def observing(self, task: str | None = None) -> Iterator[None]:
+        """Observe the forward passes that the caller runs inside the `with`.
+
+        A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none.
+        """
+        guard = cast("NullSpace", self)
+        around = Around(guard)
+        before = set(guard._unmasked)
+        try:
+            with observed(guard, task) as recorder, passes_of(guard.model, recorder):
+                yield
+                recorder.check_rows()
+            warn_of_padding(guard, before)
+        except BaseException:
+            around.restore()
+            raise
+
+    @contextmanager
+    def masked(self, mask: Any) -> Iterator[None]:
+        """Say which tokens of the forward passes inside are real; inside `observing()`.
+
+        Args:
+            mask: (batch, tokens), True or 1 where a token is real and 0 where it is padding; None: all are real; or a
+                mapping with `attention_mask` and `decoder_attention_mask`.
+
+        Raises:
+            NessError: not inside `observing()`, or a mask that does not say which tokens are padding.
+
+        >>> from torch import nn
+        >>> from ness import NullSpace
+        >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
+        >>> guard = NullSpace(model)
+        >>> tokens = torch.tensor([[5, 6, 7], [8, 0, 0]])
+        >>> with guard.observing(), guard.masked(tokens != 0):
+        ...     _ = model(tokens)
+        >>> guard.grams["1"].count
+        4
+        """
+        guard = cast("NullSpace", self)
+        watched = guard._observation
+        if watched is None or watched.claim.bars():
+            raise NessError("masked: the guard is not observing; use it inside `with guard.observing():`")
+        with watched.masking.holding(masks_of(mask, guard.model)):
+            yield
+
+
+@whole
+def _observe(guard: NullSpace, batches: Any, forward: Forward | None, task: str | None, mask: MaskOf | None) -> None:
+    check_mask_of(mask)
+    before = set(guard._unmasked)
+    with observed(guard, task, undo=True) as recorder:
+        assert recorder.masking is not None
+        index = -1
+        for index, batch in enumerate(batches_of(batches)):
+            recorder.drop()
+            recorder.masking.begin(masks_of_batch(batch, mask, guard.model), fixed=mask is not None)
+            call_model(guard.model, batch, forward)
+            recorder.end(f"batch {index}")
+        if index < 0:
+            nothing_seen("there was no batch")
+        recorder.check_rows()
+    warn_of_padding(guard, before)
+
+
 class observed:
     """Watch every layer inside the `with`; what was observed is the guard's at its end, and not before.
 
@@ -94,7 +214,8 @@ class observed:
         self.claim = Claim()
         self.watch: Watch | None = None
         self.books: dict[str, Moments] = {}  # of the layers seen inside
-        self.recorder = Recorder(self._open, guard.statistics_dtype)
+        self.masking = Masking(guard.model)
+        self.recorder = Recorder(self._open, guard.statistics_dtype, self.masking)
 
     def __enter__(self) -> Recorder:
         guard = self.guard
@@ -111,7 +232,7 @@ class observed:
             self.states = {name: protected.copy() for name, protected in guard._protected.items()}
             for state in self.states.values():
                 ordinarily(state.rebase_anchor)
-            self.watch = Watch(guard.model, guard._found.layers.values(), self.recorder.record)
+            self.watch = Watch(guard.model, guard._found.layers.values(), self.recorder.record, self.masking)
             self.watch.open()
         except BaseException:
             self.abort()
@@ -167,7 +288,18 @@ class observed:
         for state in states.values():
             state.commit_pending()
         rest = remembered(guard, states, self.tasks.in_use)
-        guard.__dict__.update(_protected=states, _tasks=self.tasks, _remainder=rest)
+        unmasked = guard._unmasked | self.recorder.unmasked
+        guard.__dict__.update(_protected=states, _tasks=self.tasks, _remainder=rest, _unmasked=unmasked)
+
+
+def warn_of_padding(guard: NullSpace, before: Collection[str]) -> None:
+    """Name the layers, once each, whose rows may count padding."""
+    new = [name for name in guard._unmasked if name not in before]
+    if new:
+        warn(
+            f"padding may count as rows in {listed(new)}: {guard._unmasked[new[0]]}. All rows of these layers count, "
+            "so more is protected than need be; guard.unmasked has the reasons"
+        )
 
 
 def remembered(guard: NullSpace, states: dict[str, LayerState], task: str) -> Remainder:
