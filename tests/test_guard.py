@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -403,6 +404,70 @@ def test_nothing_free_is_a_warning() -> None:
     with pytest.warns(ness.NessWarning, match="no direction is free"):
         guard.constrain()
     assert [tuple(p.shape) for p in guard.parameters()] == [(3, 16), (3,)]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ness.Nuclear(1e-7),
+        ness.Frobenius(1e-7),
+        ness.Energy(1.0),
+        ness.Rank(0),
+        ness.Budget(1),
+        ness.Soft(ness.Nuclear(1e-7)),
+        ness.Soft(ness.Rank(0)),
+        ness.Within(0.0),
+    ],
+    ids=str,
+)
+def test_a_rule_that_frees_nothing_names_the_strictest_value_that_does(rule: ness.Rule) -> None:
+    torch.manual_seed(0)
+    model, old = named(trunk=nn.Linear(8, 6), more=nn.Linear(6, 6)), torch.randn(80, 8)
+
+    def ready_with(rule: ness.Rule) -> ness.NullSpace:
+        guard = ness.NullSpace(model, rule=rule)
+        guard.observe(old)
+        return guard
+
+    guard = ready_with(rule)
+    with pytest.warns(ness.NessWarning) as found:
+        guard.constrain()
+    (message,) = {str(each.message) for each in found}
+    assert message.startswith(f"no direction is free in any layer under {rule!r}: no layer will train. ")
+    assert guard.parameters() == []
+    guard.discard()
+    named_rule = eval(message.partition("The strictest of its kind that frees one is ")[2], vars(ness))
+    assert type(named_rule) is type(rule)
+    other = ready_with(named_rule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.constrain()
+    assert sum(row.rank for row in other.certificate()) >= 1
+    assert other.parameters()
+
+
+def test_rank_zero_is_taken_at_its_word_where_something_else_trains() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ready(rule=ness.Rank(0), exclude=["head"]).constrain()
+    model = named(fc=nn.Linear(16, 16), norm=nn.LayerNorm(16))
+    guard = ness.NullSpace(model, rule=ness.Rank(0), norm="per_task")
+    guard.observe(torch.randn(40, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guard.constrain(task="b")
+    frozen = mlp()
+    frozen.head.requires_grad_(False)
+    with pytest.warns(ness.NessWarning, match=r"under Rank\(r=0\).*frees one is Rank\(r=1\)"):
+        ready(frozen, rule=ness.Rank(0), exclude=["head"]).constrain()
+
+
+def test_where_every_layer_is_frozen_the_rule_is_not_blamed() -> None:
+    model = mlp()
+    model.requires_grad_(False)
+    guard = ready(model)
+    with pytest.warns(ness.NessWarning, match="no layer will train: each is frozen, and `skipped` says why"):
+        guard.constrain()
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------

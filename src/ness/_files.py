@@ -17,8 +17,8 @@ import stat
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
-from typing import IO
 
 from ness.errors import NessError
 
@@ -357,12 +357,11 @@ def _unlink(path: Path) -> None:
         path.unlink()
 
 
-def open_regular(path: Path) -> IO[bytes]:
-    """An ordinary file, or a link to one, open for reading.
+def open_regular(path: Path) -> BufferedReader:
+    """An ordinary file, or a link to one, open for reading; of a pipe or a device reading might never end.
 
     Raises:
-        FileNotFoundError: nothing has this name.
-        NessError: it is no ordinary file (a folder, a pipe, a device: reading one may never end), or unreadable.
+        FileNotFoundError, NessError: as in `read_bytes`.
     """
     try:
         found = os.stat(path)  # noqa: PTH116
@@ -390,7 +389,7 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: nothing has this name.
-        NessError: it is no ordinary file, too large, or unreadable.
+        NessError: it is no ordinary file, or too large, or unreadable.
     """
     with open_regular(path) as file:
         try:

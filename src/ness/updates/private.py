@@ -62,7 +62,9 @@ class PrivateColumns:
 
 
 def capped(private: int, fan_in: int) -> int:
-    """Private directions of a layer: at most a third of its fan-in.
+    """Private directions of a layer: at most a third of its fan-in d, the constant 1 of a bias not counted.
+
+    Whoever needs this limit, the laboratory and its lists too, asks here.
 
     >>> capped(16, 27), capped(16, 576)
     (9, 16)
@@ -80,7 +82,7 @@ def check_private(private: int, task: str | None, fan_ins: dict[str, int]) -> No
     if private > fan_ins[widest] or (private and not capped(private, fan_ins[widest])):
         raise NessError(
             f"constrain(private={private}): no layer is that wide: the widest, {widest!r}, has fan-in "
-            f"{fan_ins[widest]}, and at most a third of it can be private"
+            f"{fan_ins[widest]}, and at most {capped(private, fan_ins[widest])} directions of it can be private"
         )
 
 

@@ -11,8 +11,8 @@ from torch import Generator
 from ness import distributed
 from ness.errors import NessError, warn
 from ness.layers.names import listed
-from ness.layers.norms import read_norms
-from ness.rules import Rank, Selection
+from ness.layers.norms import affine_parameters, read_norms
+from ness.rules import Rank, Rule, Selection
 from ness.statistics.spectrum import Spectrum
 from ness.updates.constraint import Constraint
 from ness.updates.install import is_constrained
@@ -87,8 +87,9 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
     for name, state in states.items():
         writes += state.apply_private(None)
         state.constraint, state.factors = constraints.get(name), None
-    if not updates_in(states) and guard.rule != Rank(0):  # which asks for just that
-        warn("no direction is free in any layer: no layer will train. Loosen the rule")
+    if not updates_in(states):
+        for doubt in _nothing_free(guard, states, spectra):
+            warn(doubt)
     tasks = guard._tasks.copy()
     tasks.begin(options.task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
     enter(guard, states, tasks, options.form, writes, {"_idle": idle})
@@ -188,6 +189,30 @@ def _capped(selections: Mapping[str, Selection], rank: int | None) -> Iterator[s
             f"constrain(rank={rank}): fewer directions are free in {listed(fewer)}; their updates have as many ranks "
             "as there are free directions. Loosen the rule, or ask for a lower rank"
         )
+
+
+def _nothing_free(guard: NullSpace, states: Mapping[str, LayerState], spectra: Mapping[str, Spectrum]) -> Iterator[str]:
+    """Why no layer will train, and the strictest rule under which one would; `Rank(0)` may be meant so."""
+    if guard.rule == Rank(0) and _others_train(guard):
+        return
+    if not spectra:
+        yield "no layer will train: each is frozen, and `skipped` says why"
+        return
+
+    def frees(rule: Rule) -> bool:
+        return any(states[name].drop_dead_groups(chosen).rank for name, chosen in rule.select(spectra).items())
+
+    looser = guard.rule.looser(frees)
+    advice = "Loosen the rule" if looser is None else f"The strictest of its kind that frees one is {looser!r}"
+    yield f"no direction is free in any layer under {guard.rule!r}: no layer will train. {advice}"
+
+
+def _others_train(guard: NullSpace) -> bool:
+    """Whether anything will train but updates: excluded modules, norms of the task's own."""
+    if guard.norm == "per_task" and affine_parameters(guard._found.norms):
+        return True
+    named = guard.model.named_parameters(remove_duplicate=False)
+    return any(parameter.requires_grad for name, parameter in named if name in guard._found.excluded)
 
 
 def _share_start(constraints: Mapping[str, Constraint]) -> None:
