@@ -155,9 +155,11 @@ def mean_gram(gram: Gram) -> Tensor:
     return gram.matrix / max(1, gram.count)
 
 
-def refuse_same_data(old: Source, new: Source) -> None:
-    """Old and new inputs that are the same leave nothing to tell apart."""
-    if old.batches is new.batches or (old.count and old.samples == new.samples and old.digest == new.digest):
+def refuse_same_data(old: Any, new: Any) -> None:
+    """Old and new inputs that are the same (each a `Source`, or a folder) leave nothing to tell apart."""
+    same_folder = isinstance(old.batches, str) and old.batches == new.batches
+    seen = bool(old.count) and (old.samples, old.digest) == (new.samples, new.digest)
+    if old.batches is new.batches or same_folder or seen:
         raise NessError(
             "old and new are the same data, so what must stay and what must change cannot be told apart; pass as old "
             "what the model must not forget, and as new what it was tuned on (or no new at all)"

@@ -19,7 +19,8 @@ from torch import Tensor
 from ness.errors import NessError
 from ness.layers import Layer, Rows
 from ness.repairing import grams
-from ness.repairing.grams import mean_gram, reshaper_of
+from ness.repairing.folders import Statistics
+from ness.repairing.grams import Source, mean_gram, reshaper_of
 from ness.repairing.plans import base_matrix, finite, output_rms, ratio, write_matrix
 from ness.repairing.report import RepairRow
 from ness.repairing.weights import Target, matrices
@@ -64,7 +65,7 @@ def in_passes(work: Work, limit: float | None) -> Done:
         work.shadow.put(work.weights.at(0.0))
         old = work.grams_of(group, work.old)
         paired = observe_pairs(work, group, values)
-        grams.refuse_same_data(work.old, work.new)  # type: ignore[arg-type]  # checked: there are new inputs
+        grams.refuse_same_data(work.old, work.new)
         for target in group:
             rows.append(repair_layer(work, target, old.pop(target.name), paired.pop(target.name), values))
     work.shadow.put({})
@@ -79,6 +80,8 @@ def _check(work: Work) -> None:
     if work.new is None:
         raise NessError("repair(passes=...): later passes observe new inputs again; pass new=, or leave passes=1")
     for source in (work.old, work.new):
+        if isinstance(source, Statistics):
+            raise NessError(f"repair({source.what}=...): statistics are of one go; leave passes=1, or pass batches")
         if source.once:
             raise NessError(
                 f"repair({source.what}=...): found an iterator, which is used up after one pass, and passes= needs "
@@ -103,6 +106,7 @@ class CallOrder(Recorder):
 def in_call_order(work: Work) -> list[Target]:
     """The targets in the order in which a first batch of old inputs reaches them; those it does not reach come last."""
     work.shadow.put({})
+    assert isinstance(work.old, Source)
     first = next(iter(work.old.iterable), None)
     if first is None:
         raise NessError("repair(old=...): there was no batch; is a loader empty?")
@@ -155,7 +159,7 @@ class PairRecorder(Recorder):
 
 def observe_pairs(work: Work, group: Sequence[Target], values: Mapping[str, Tensor]) -> dict[str, Paired]:
     """New rows of the group's layers under the tuned weights and, beside each, under the repaired ones so far."""
-    assert work.new is not None
+    assert isinstance(work.new, Source)
     recorder = PairRecorder(group)
     rows = grams.Rows(work.shadow.model, recorder, work.forward, work.mask)
     layers = [target.layer for target in group]

@@ -17,15 +17,19 @@ SUFFIXES = (".png", ".svg", ".pdf")
 def plot_front(front: Front, path: Path) -> None:
     """Change on old inputs to the right, change kept on new inputs upwards."""
     figure, axes = _figure(path, SUFFIXES, 6.0, 4.0)
+    if front.before is None:
+        raise NessError("plot: statistics alone were given, so nothing was measured from end to end; pass batches")
     axes.plot([100 * front.before], [100.0], "s", color="black", label="as tuned")
     for interpolated, label, style in ((False, "repaired", "o-"), (True, "interpolated", "^--")):
-        rows = [row for row in front if (row.interpolated is not None) == interpolated and row.kept is not None]
-        if rows:
-            rows = sorted(rows, key=lambda row: row.old)
-            axes.plot([100 * row.old for row in rows], [100 * (row.kept or 0) for row in rows], style, label=label)
-        for row in rows:
-            text = f"{row.interpolated:g}" if row.interpolated is not None else f"{row.strength:g}"
-            axes.annotate(text, (100 * row.old, 100 * (row.kept or 0)), textcoords="offset points", xytext=(4, -10))
+        points = sorted(
+            (100 * row.old, 100 * row.kept, row.strength if row.interpolated is None else row.interpolated)
+            for row in front
+            if (row.interpolated is not None) == interpolated and row.old is not None and row.kept is not None
+        )
+        if points:
+            axes.plot([x for x, _, _ in points], [y for _, y, _ in points], style, label=label)
+        for x, y, number in points:
+            axes.annotate(f"{number:g}", (x, y), textcoords="offset points", xytext=(4, -10))
     axes.set_xlabel("change on old inputs, % of the outputs")
     axes.set_ylabel("change kept on new inputs, %")
     axes.legend()

@@ -14,6 +14,7 @@ from ness._precision import ordinary_tensors
 from ness.errors import NessError, warn
 from ness.layers.names import as_patterns, matches
 from ness.repairing import grams
+from ness.repairing.folders import Statistics
 from ness.repairing.grams import Progress, Source
 from ness.repairing.measuring import Meter
 from ness.repairing.plans import LayerPlan, Others, way_of
@@ -78,7 +79,8 @@ def repair(
         base: the model before, its state dict, or a folder or file of safetensors. None for a model with adapters: the
             model without them.
         old: batches of what must not be forgotten, as for `NullSpace.observe`: any iterable of tensors, (input, target)
-            or dicts, or one tensor. Padding (`attention_mask`) is no row.
+            or dicts, or one tensor; or a folder that `NullSpace.export_statistics` wrote. Padding (`attention_mask`) is
+            no row.
         new: batches of what it was tuned on. None: new rows in every direction alike, so the change is damped in the
             directions that old rows use.
         strength: s, how much old rows count against new ones. 0 changes nothing; a large one gives the base in all
@@ -115,8 +117,10 @@ def repair(
     limit = grams.parse_memory(memory)
     with ordinary_tensors():
         weights = read_weights(tuned, base, as_patterns(exclude, "exclude"))
-        fresh = None if new is None else Source("new", new, progress)
-        work = Work(tuned, weights, Source("old", old, progress), fresh, options, forward, mask, statistics_device)
+        sources = source_of("old", old, progress), None if new is None else source_of("new", new, progress)
+        if any(isinstance(source, Statistics) for source in sources):
+            options = replace(options, dtype=torch.float32, ridge=max(options.ridge, RIDGE[torch.float32]))
+        work = Work(tuned, weights, *sources, options, forward, mask, statistics_device)
         work.find(as_patterns(include, "include"))
         if options.passes > 1:
             from ness.repairing.passes import in_passes
@@ -126,6 +130,11 @@ def repair(
             done = work.in_one_go(limit)
         report = work.report(done, Source("probe", probe) if probe is not None else None)
         return work.finish(report, done, inplace)
+
+
+def source_of(what: str, batches: Any, progress: Progress | None) -> Source | Statistics:
+    """Batches, or a folder of statistics."""
+    return Statistics(what, batches) if grams.is_folder(batches) else Source(what, batches, progress)
 
 
 @dataclass(frozen=True)
@@ -204,8 +213,8 @@ class Work:
         self,
         tuned: nn.Module,
         weights: Weights,
-        old: Source,
-        new: Source | None,
+        old: Source | Statistics,
+        new: Source | Statistics | None,
         options: Options,
         forward: Forward | None,
         mask: MaskOf | None,
@@ -286,8 +295,10 @@ class Work:
                 self.old.progress("solve", len(plans), len(targets))
         return plans
 
-    def grams_of(self, targets: Sequence[Target], source: Source) -> dict[str, Gram]:
+    def grams_of(self, targets: Sequence[Target], source: Source | Statistics) -> dict[str, Gram]:
         """Grams of these layers' inputs by name, under the weights that the shadow has now."""
+        if isinstance(source, Statistics):
+            return source.grams(targets, self.weights)
         try:
             options = self.options
             return grams.observe(
@@ -342,7 +353,7 @@ class Work:
         moves = self._moves_of_others()
         movements = []
         for source in (self.old, self.new):
-            meter = None if source is None else self._meter(source)
+            meter = None if source is None or not source.sample else self._meter(source)
             movements.append(None if meter is None else meter.movement(done.values))
         self.shadow.put({})
         return Repair(
@@ -358,14 +369,14 @@ class Work:
             notes=tuple(self.notes),
         )
 
-    def _meter(self, source: Source) -> Meter:
+    def _meter(self, source: Source | Statistics) -> Meter:
         if source.what not in self.meters:
             self.meters[source.what] = Meter(self.shadow, source.sample, self.forward, source.what)
         return self.meters[source.what]
 
     def _moves_of_others(self) -> dict[str, float]:
         """How much each other group alone, tuned on top of the base, moves the outputs on the first old batch."""
-        if not self.rest.groups:
+        if not self.rest.groups or not self.old.sample:
             return {}
         meter = Meter(self.shadow, self.old.sample[:1], self.forward, "old")
         moves = {}
@@ -476,18 +487,20 @@ class FrontOf:
         with ordinary_tensors():
             shadow = Shadow(work.tuned, work.weights)
             meters = [
-                None if source is None else Meter(shadow, source.sample, work.forward, source.what)
+                Meter(shadow, source.sample, work.forward, source.what)
+                if source is not None and source.sample
+                else None
                 for source in (work.old, work.new)
             ]
             rows: list[FrontRow] = []
-            before = 0.0
+            before: float | None = None
             settings: list[tuple[float, float | None]] = [(s, None) for s in strengths]
             settings += [(0.0, part) for part in interpolated]
             for strength, amount in settings:
                 values = work.all_values(self.plans, strength) if amount is None else work.weights.at(amount)
                 moved = [None if meter is None else meter.movement(values) for meter in meters]
-                assert moved[0] is not None
-                before = moved[0].before
+                before = None if moved[0] is None else moved[0].before
+                here = None if moved[0] is None else moved[0].after
                 left = None if moved[1] is None else moved[1].kept
-                rows.append(FrontRow(float(strength), moved[0].after, left, amount))
+                rows.append(FrontRow(float(strength), here, left, amount))
         return Front(tuple(rows), before)

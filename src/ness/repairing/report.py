@@ -52,7 +52,7 @@ class FrontRow:
     """One strength: what is left of the change on old and on new inputs."""
 
     strength: float
-    old: float  # RMS(repaired − base) / RMS(base) on old inputs, end to end
+    old: float | None  # RMS(repaired − base) / RMS(base) on old inputs, end to end; None: statistics alone were given
     kept: float | None  # the share of the tuned change that is left on new inputs, end to end
     interpolated: float | None = None  # not repaired but interpolated: base + this · (tuned − base)
 
@@ -62,7 +62,7 @@ class Front:
     """The trade-off between old and new, a row for each strength, from Grams taken once."""
 
     rows: tuple[FrontRow, ...]
-    before: float  # the tuned model's own change on old inputs
+    before: float | None  # the tuned model's own change on old inputs
 
     def __iter__(self) -> Iterator[FrontRow]:
         return iter(self.rows)
