@@ -23,6 +23,7 @@ from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.update import Projector, Update
+from ness.verbs.observing import new_state
 from ness.verbs.remainder import Remainder
 from ness.verbs.transitions import enter
 
@@ -30,12 +31,14 @@ if TYPE_CHECKING:
     from ness.guard import NullSpace
 
 Tensors = dict[str, Tensor]
+Triangles = dict[int, Tensor]  # of Grams, by their ids: what layers share is written once
 
 
 def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
     """Everything a guard knows."""
     tensors: Tensors = {}
-    layers = {name: _pack_layer(protected, tensors) for name, protected in guard._protected.items()}
+    known: Triangles = {}
+    layers = {name: _pack_layer(protected, tensors, known) for name, protected in guard._protected.items()}
     tasks = guard._tasks
     for number, (task, norms) in enumerate(tasks.norms.items()):
         tensors |= {f"norms/{number}/{key}": value for key, value in norms.items()}
@@ -70,20 +73,39 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
             },
         },
     }
-    return tensors, manifest
+    aliases = _without_repeats(tensors)
+    return tensors, manifest | ({"aliases": aliases} if aliases else {})
 
 
-def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
+def _without_repeats(tensors: Tensors) -> dict[str, str]:
+    """Take out tensors that are there under another name already, as Grams are that layers share: name -> that name."""
+    first: dict[int, str] = {}
+    aliases = {key: first[id(value)] for key, value in tensors.items() if first.setdefault(id(value), key) != key}
+    for key in aliases:
+        del tensors[key]
+    return aliases
+
+
+class _Saved(dict[str, Tensor]):
+    """The tensors of a saved guard under all their names, and the Grams that were made of them."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], aliases: Mapping[str, str]) -> None:
+        super().__init__(tensors)
+        self.update({name: tensors[first] for name, first in aliases.items()})
+        self.grams: dict[tuple[int, int], Gram] = {}
+
+
+def _pack_layer(protected: LayerState, tensors: Tensors, known: Triangles) -> dict[str, Any]:
     layer, at = protected.layer, f"layers/{protected.layer.name}"
-    tensors |= _pack_moments(protected.moments, at)
+    tensors |= _pack_moments(protected.moments, at, known)
     if protected.pending is not None:
-        tensors |= _pack_moments(protected.pending, f"{at}/pending")
+        tensors |= _pack_moments(protected.pending, f"{at}/pending", known)
     tensors |= {f"{at}/anchor": protected.anchor, f"{at}/spent": protected.spent}
     relative = protected.relative
     if relative is not None:
-        tensors |= _pack_moments(relative.folded, f"{at}/relative")
+        tensors |= _pack_moments(relative.folded, f"{at}/relative", known)
         if relative.fresh is not None:
-            tensors |= _pack_moments(relative.fresh, f"{at}/fresh")
+            tensors |= _pack_moments(relative.fresh, f"{at}/fresh", known)
     entry: dict[str, Any] = {
         **_shape(protected),
         "weights": fingerprint(layer.stored()),
@@ -128,13 +150,15 @@ def _shape(protected: LayerState) -> dict[str, Any]:
     return {"kind": layer.kind, "groups": layer.groups, "outputs": layer.outputs, "width": layer.width}
 
 
-def _pack_moments(moments: Moments, at: str) -> Tensors:
-    return {
-        f"{at}/gram": moments.gram.matrix,
-        f"{at}/cross": moments.cross,
-        f"{at}/square": moments.square,
-        f"{at}/energy": moments.energy,
-    }
+def _pack_moments(moments: Moments, at: str, known: Triangles) -> Tensors:
+    tensors = {f"{at}/square": moments.square, f"{at}/energy": moments.energy}
+    if moments.gram.kept is not None:
+        if id(moments.gram) not in known:
+            known[id(moments.gram)] = moments.gram.triangle()
+        tensors[f"{at}/gram"] = known[id(moments.gram)]
+    if moments.cross is not None:
+        tensors[f"{at}/cross"] = moments.cross
+    return tensors
 
 
 def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
@@ -189,6 +213,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if guard.constrained:
         raise NessError("load_state: the guard is constrained; call merge() or discard() first")
     try:
+        tensors = _Saved(tensors, manifest.get("aliases", {}))
         protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
         task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
         norms = {name: _norms(tensors, f"norms/{number}/") for number, name in enumerate(task_names)}
@@ -236,7 +261,7 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     layer = guard._found.layers.get(name)
     if layer is None:
         raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
-    protected = LayerState(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
+    protected = new_state(guard, name, guard.statistics_device or layer.weight.device)
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
@@ -250,7 +275,8 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     if entry["pending"] is not None:
         protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
     protected.relative = _relative(protected, tensors, at, entry.get("relative"))
-    protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
+    protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape)
+    protected.anchor = protected._kept(protected.anchor.to(device, layer.weight.dtype))
     protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
     protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
     if "directions" in entry:
@@ -277,15 +303,36 @@ def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[i
 
 
 def _moments(protected: LayerState, tensors: Mapping[str, Tensor], at: str, count: int, calls: int) -> Moments:
-    like = protected.moments
-    device = protected.anchor.device
+    like = protected.moments.no_rows()
+    device, cross = protected.anchor.device, None
+    if f"{at}/cross" in tensors:
+        cross = _tensor(tensors, f"{at}/cross", protected.anchor.shape).to(device, torch.float64, copy=True)
     return Moments(
-        Gram(_tensor(tensors, f"{at}/gram", like.gram.matrix.shape).to(device, copy=True), int(count)),
-        _tensor(tensors, f"{at}/cross", like.cross.shape).to(device, copy=True),
+        _gram(like.gram, tensors, f"{at}/gram", int(count)),
+        cross if cross is not None and bool(cross.any()) else None,
         _tensor(tensors, f"{at}/square", like.square.shape).to(device, copy=True),
         _tensor(tensors, f"{at}/energy", like.energy.shape).to(device, copy=True),
         int(calls),
     )
+
+
+def _gram(like: Gram, tensors: Mapping[str, Tensor], key: str, count: int) -> Gram:
+    """A Gram that was saved as a triangle, or, by older versions, as the whole matrix."""
+    if count == 0 and key not in tensors:
+        return like
+    known = tensors.grams if isinstance(tensors, _Saved) else {}
+    found = known.get((id(tensors.get(key)), count))
+    if found is not None:
+        return found
+    whole = key in tensors and tensors[key].ndim == 3
+    shape = (like.groups, *((like.width, like.width) if whole else (like.width * (like.width + 1) // 2,)))
+    tensor = _tensor(tensors, key, shape)
+    if whole:
+        gram = like.plus(Gram(tensor.to(like.device, torch.float64), count))
+    else:
+        gram = Gram.from_triangle(tensor, like, count)
+    known[id(tensor), count] = gram
+    return gram
 
 
 def _private_part(protected: LayerState, tensors: Mapping[str, Tensor], at: str, width: int) -> PrivatePart:
