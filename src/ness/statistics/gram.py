@@ -6,10 +6,6 @@ little more than half of C in memory and in FLOPs; files hold the triangle alone
 
 from __future__ import annotations
 
-import contextlib
-import math
-import os
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +14,7 @@ from torch import Tensor
 
 from ness._precision import full_precision
 from ness.errors import NessError
+from ness.statistics.on_disk import zeros_on_disk
 
 CHUNK_ELEMENTS = 1 << 22  # entries of X widened to float64 at a time: 32 MB, whatever the number of samples
 CHUNK_ON_A_CARD = 8  # times as many there: a card waits for nothing but the next launch
@@ -384,31 +381,3 @@ class Gram:
 def _upper(strip: Tensor) -> Tensor:
     """Which entries of a strip (…, h, w) are in the triangle (h, w)."""
     return torch.ones(strip.shape[-2:], dtype=torch.bool, device=strip.device).triu()
-
-
-def zeros_on_disk(folder: Path, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Zeros in a file of their own, which is gone with the tensor or the process, and takes its room at once.
-
-    Raises:
-        NessError: there is no such folder, or no room in it.
-    """
-    size = max(1, math.prod(shape)) * dtype.itemsize
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=".ness-statistics-", dir=folder)
-        try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(handle, 0, size)  # else a full disk is met later, and then it is a crash
-            else:
-                os.truncate(handle, size)
-            tensor = torch.from_file(name, shared=True, size=math.prod(shape), dtype=dtype)
-        finally:
-            os.close(handle)
-            with contextlib.suppress(OSError):
-                Path(name).unlink()
-    except (OSError, RuntimeError) as error:
-        raise NessError(
-            f"statistics_device='disk:{folder}': {size:,} bytes could not be had there ({error}); make room, or name "
-            "another folder. What was observed before is as it was"
-        ) from error
-    return tensor.view(shape)

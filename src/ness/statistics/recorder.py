@@ -1,4 +1,4 @@
-"""Watching a model's forward passes: every layer's Gram in one pass, batch by batch, all or nothing."""
+"""Recording a model's forward passes: every layer's Gram in one pass, batch by batch, all or nothing."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ness import distributed
 from ness._precision import ordinarily
 from ness.errors import NessError
-from ness.layers import Layer, Record, Rows
+from ness.layers import Layer, Rows
 from ness.statistics.padding import Masking, is_mapping
 from ness.statistics.sums import Account, Input, Sums
 
@@ -64,7 +63,7 @@ class Recorder:
 
     def __init__(self, account_of: Callable[[str], Account], masking: Masking | None = None) -> None:
         self.account_of, self.masking = account_of, masking
-        self.sums = Sums()
+        self._sums = Sums()
         self.staged: dict[str, Staged] = {}
         self.unread: list[Pass] = []
         self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
@@ -79,18 +78,25 @@ class Recorder:
     def _record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         index = self._real_rows(layer, rows, outputs)
         if index is not None:
-            positions = layer.by_position(outputs)
-            outputs = positions.reshape(-1, positions.shape[-1]).index_select(0, index)
+            outputs = _chosen(layer, outputs, index)
         added = energy(outputs)
         staged = self.staged.get(layer.name)
         if staged is None:
             staged = self.staged[layer.name] = Staged(added)
         else:
             staged.energy = staged.energy + added
-        count = self.sums.record(layer, rows, index, self.account_of(layer.name))
+        count = self._sums.record(layer, rows, index, self.account_of(layer.name))
         staged.count += count
         staged.calls += 1
         self.rows += count
+
+    def _without_padding(self, layer: Layer, rows: Rows, outputs: Tensor) -> tuple[Rows, Tensor]:
+        """The rows and outputs of one call that are no padding."""
+        index = self._real_rows(layer, rows, outputs)
+        if index is None:
+            return rows, outputs
+        chosen = rows.reshape(layer.groups, -1, layer.fan_in).index_select(1, index)
+        return chosen, _chosen(layer, outputs, index)
 
     def _real_rows(self, layer: Layer, rows: Rows, outputs: Tensor) -> Tensor | None:
         """The index of the rows of one call that are no padding; None: all."""
@@ -113,7 +119,7 @@ class Recorder:
     def drop(self) -> None:
         """Forget the pass under way: it broke off."""
         self.staged = {}
-        self.sums.drop()
+        self._sums.drop()
 
     @torch.no_grad()
     def end(self, where: str) -> None:
@@ -126,13 +132,13 @@ class Recorder:
             return
         accounts = {name: self.account_of(name) for name in staged}
         home = next(iter(staged.values())).energy.device
-        distinct = self.sums.distinct()
+        distinct = self._sums.distinct()
         sizes = [one.largest().to(home, account.gram.dtype) for one, account in self._accounts(distinct, accounts)]
         finite = torch.stack(sizes) < LARGEST[sizes[0].dtype] if sizes else torch.ones(0, dtype=torch.bool, device=home)
         self.fine = finite.all() if self.fine is None else self.fine.to(home) & finite.all()
         spoilt = ~self.fine
         energies = torch.stack([part.energy.to(home) for part in staged.values()]).masked_fill(spoilt, 0)
-        self.sums.end(accounts, spoilt)
+        self._sums.end(accounts, spoilt)
         before = [account.energy for account in accounts.values()]
         added = [part.to(old.device) for part, old in zip(energies.unbind(), before, strict=True)]
         for account, part, total in zip(
@@ -161,7 +167,7 @@ class Recorder:
             if problem is None and not all(found):
                 problem = (
                     f"layer {one.names[found.index(False)]!r}: NaN or Inf in its input ({one.where}); the statistics "
-                    "are those before it. Clean the data, or exclude the layer"
+                    "are those before it. Clean the data, or leave the layer out with include=: it then stays frozen"
                 )
             if problem is not None:
                 self._take_back(one)
@@ -177,6 +183,12 @@ class Recorder:
             self.account_of(name).calls -= staged.calls
 
 
+def _chosen(layer: Layer, outputs: Tensor, index: Tensor) -> Tensor:
+    """The outputs that belong to some rows."""
+    positions = layer.by_position(outputs)
+    return positions.reshape(-1, positions.shape[-1]).index_select(0, index)
+
+
 def energy(outputs: Tensor) -> Tensor:
     """Σ‖y‖² in float64: norms of short stretches in the outputs' own precision, summed in float64.
 
@@ -186,85 +198,6 @@ def energy(outputs: Tensor) -> Tensor:
     norms: Tensor = torch.linalg.vector_norm(outputs.detach(), dim=-1, dtype=dtype)
     wide = norms.flatten().to(torch.float64)
     return wide.dot(wide)
-
-
-class Watch:
-    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
-
-    Passes of other threads are not recorded. Attention's fast paths read weights without calling the layers; they are
-    switched off meanwhile. `close` can be called at any time, and again: it puts back what there was when the watch was
-    made, whatever `open` came to.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        layers: Iterable[Layer],
-        record: Callable[[Layer, Rows, Tensor], None],
-        masking: Masking | None = None,
-    ) -> None:
-        self.model, self.layers, self.record, self.masking = model, list(layers), record, masking
-        self.thread = threading.get_ident()
-        self.modes = [(module, module.training) for module in model.modules()]
-        self.fast_path, self.grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
-        hosts = dict.fromkeys([*model.modules(), *(host for layer in self.layers for host in layer.hosts)])
-        self.hooks = [(hooks, set(hooks)) for host in hosts for hooks in _hooks_of(host)]
-        self.handles: list[RemovableHandle] = []
-        self.on = True
-
-    def open(self) -> None:
-        """Begin."""
-        torch.backends.mha.set_fastpath_enabled(False)
-        for layer in self.layers:
-            for host in layer.hosts:
-                self.handles.append(layer.watch(host, self._bound(layer)))
-        if self.masking is not None:
-            self.masking.follow(self.handles)
-        self.model.eval()
-        torch.set_grad_enabled(False)
-
-    def close(self) -> None:
-        """End."""
-        if not self.on:
-            return
-        for handle in self.handles:
-            handle.remove()
-        for hooks, known in self.hooks:  # one whose handle was lost on the way
-            for key in [key for key, hook in hooks.items() if key not in known and _is_ours(hook)]:
-                hooks.pop(key, None)
-        for module, mode in self.modes:
-            module.training = mode
-        torch.set_grad_enabled(self.grad)
-        torch.backends.mha.set_fastpath_enabled(self.fast_path)
-        self.on = False
-
-    def _bound(self, layer: Layer) -> Record:
-        def record(rows: Rows, outputs: Tensor) -> None:
-            if self.on and threading.get_ident() == self.thread:
-                self.record(layer, rows, outputs)
-
-        return record
-
-
-def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    return [module._forward_hooks, module._forward_pre_hooks]
-
-
-def _is_ours(hook: Any) -> bool:
-    return str(getattr(hook, "__module__", "")).startswith(("ness.layers", "ness.statistics"))
-
-
-@contextmanager
-def watching(
-    model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
-) -> Iterator[None]:
-    """A `Watch` for the time of a `with`."""
-    watch = Watch(model, layers, record)
-    try:
-        watch.open()
-        yield
-    finally:
-        watch.close()
 
 
 @contextmanager

@@ -10,13 +10,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ness import distributed
 from ness.certificate import CertificateRow
 from ness.errors import NessError
 from ness.layers import Layer
 from ness.rules import Rule, Selection
-from ness.statistics.gram import Gram, zeros_on_disk
-from ness.statistics.moments import GramSums, Moments
+from ness.statistics.gram import Gram
+from ness.statistics.moments import Moments
+from ness.statistics.on_disk import zeros_on_disk
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
 from ness.statistics.spectrum import Spectrum, decompose
 from ness.updates.constraint import Constraint, Factors, Figures
@@ -42,8 +42,8 @@ class LayerState:
     ) -> None:
         self.layer, self.dtype, self.folder = layer, dtype, folder  # the latter two: of the Grams
         self.anchor = self._kept(layer.stored().to(device))  # [W b] when last observed, (groups, o, width)
-        self.moments = self._no_rows()
-        self.relative = Relative(self._no_rows()) if relative else None  # each task's own drift, where a rule asks
+        self.moments = self.no_rows()
+        self.relative = Relative(self.no_rows()) if relative else None  # each task's own drift, where a rule asks
         self.pending: Moments | None = None  # observed by this rank, not yet summed over ranks
         self.spent = torch.zeros(2, layer.groups, dtype=torch.float64)  # Σ σ_sel‖A‖₂ and Σ σ_sel‖A‖_F of merged tasks
         self.merges = 0
@@ -73,7 +73,8 @@ class LayerState:
 
     # -- observing --------------------------------------------------------------------------------------------------
 
-    def _no_rows(self) -> Moments:
+    def no_rows(self) -> Moments:
+        """The moments of no rows of this layer."""
         layer, kept = self.layer, {"dtype": self.dtype, "folder": self.folder}
         return Moments.zeros(layer.groups, layer.outputs, layer.width, self.anchor.device, **kept)
 
@@ -103,76 +104,6 @@ class LayerState:
         if self.relative is not None:
             self.relative.move_anchor_(change)
         self.anchor = self._kept(now)
-
-    def account(self) -> Moments:
-        """Where the rows of a session are booked, for `take`; this state does not change with it.
-
-        It starts from what they are added to: the moments, or where several are to have them, from no rows.
-        """
-        start: Moments | None = self.moments
-        if distributed.active():
-            start = self.pending
-        elif not self._newest_are_all():
-            start = None
-        return self._no_rows() if start is None else copy.copy(start)
-
-    def take(self, account: Moments, known: GramSums) -> None:
-        """The session is complete: its rows count. `known`: sums of Grams that other layers have taken."""
-        if distributed.active():
-            self.pending = _booked(self.pending or self._no_rows(), account)
-        elif self._newest_are_all():
-            newest = None if self.relative is None else self.relative.newest()
-            self.moments = _booked(self.moments, account)
-            if self.relative is not None and newest is not None:
-                self.relative.fresh = _booked(newest, account)
-        else:
-            for target in self._known():
-                target.add_(account, known=known)
-
-    def _newest_are_all(self) -> bool:
-        """Whether all rows that were ever observed are the newest task's, so that one Gram does for both."""
-        if self.relative is None:
-            return True
-        newest = self.relative.fresh
-        return self.moments.gram is newest.gram if newest is not None else self.moments.gram.count == 0
-
-    def _known(self) -> list[Moments]:
-        """The moments that new rows enter."""
-        return [self.moments] if self.relative is None else [self.moments, self.relative.newest()]
-
-    def reduce(self, last: Gram | None = None) -> Gram:
-        """Sum over all ranks what was not summed yet; a rank that saw nothing adds zeros.
-
-        Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
-
-        Args:
-            last: what the layer before was summed to; where this is the same bit for bit, they share it from now on.
-
-        Returns:
-            The summed Gram of what was pending.
-        """
-        self.rebase_anchor()
-        pending = self._no_rows() if self.pending is None else copy.copy(self.pending)
-        pending.gram, pending.square, pending.energy = (
-            pending.gram.copy(),
-            pending.square.clone(),
-            pending.energy.clone(),
-        )
-        parts = [pending.gram.opened(), pending.square, pending.energy]
-        if distributed.total(int(pending.cross is not None)):
-            shape = self.layer.groups, self.layer.outputs, self.layer.width
-            pending.cross = pending.square.new_zeros(shape) if pending.cross is None else pending.cross.clone()
-            parts.append(pending.cross)
-        distributed.sum_(parts)
-        pending.gram.count = distributed.total(pending.gram.count)
-        pending.calls = distributed.total(pending.calls)
-        if last is not None and last.equals(pending.gram):
-            pending.gram = last
-        known: GramSums = {}
-        for target in self._known():
-            target.add_(pending, known=known)
-        self.pending = None
-        return pending.gram
 
     # -- constraining -----------------------------------------------------------------------------------------------
 
@@ -385,6 +316,15 @@ class LayerState:
         self.relative.travel = rule.expect(self.relative.travel, measured)
         return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
 
+    def _rounded_away(self, share: float) -> float:
+        """‖fl(W + ΔW) − (W + ΔW)‖ / ‖ΔW‖ where weights are of half precision, for that share of the update."""
+        dtype = self.layer.weight.dtype
+        if dtype.itemsize >= 4 or self.constraint is None:
+            return 0.0
+        base, change = self.layer.stored().to(torch.float64), self.constraint.change() * share
+        length = float(change.norm())
+        return float(((base + change).to(dtype).to(torch.float64) - base - change).norm()) / length if length else 0.0
+
     def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
         """Book the shared weights as trained, shrunk to a relative rule's limit: bounds add up.
 
@@ -398,7 +338,8 @@ class LayerState:
             assert self.constraint is not None
             self.factors = self.constraint.factors(share)
             self.shared = weights.to(self.layer.weight.device, self.layer.weight.dtype)
-            self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
+            lost = self._rounded_away(share)
+            self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share, rounded=lost)
             bounds = bounds * share
         self.spent = self.spent + bounds
         self.merges += 1
@@ -407,11 +348,6 @@ class LayerState:
             held = 0 if self.directions is None else self.directions.shape[-1]
             self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None
-
-
-def _booked(moments: Moments, account: Moments) -> Moments:
-    """The moments with the rows that an account has in the end."""
-    return replace(moments, gram=account.gram, energy=account.energy, calls=account.calls)
 
 
 def _fraction(drift: float, output: float) -> float:

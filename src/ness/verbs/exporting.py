@@ -23,6 +23,7 @@ from ness.storage.statistics import (
     read_manifest,
     write_statistics,
 )
+from ness.updates import accounts
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
 from ness.verbs.changes import whole
@@ -208,14 +209,14 @@ def _imported(guard: NullSpace, folder: Path, task: str | None) -> tuple[list[st
         if not _same_weights(entry["weights"], state):
             changed.append(name)
         layer = read_layer(folder, saved, entry)
-        account, device = state.account(), state.anchor.device
+        account, device = accounts.account(state), state.anchor.device
         if distributed.on_rank_zero():  # its rows are summed over ranks
             energy = torch.tensor(layer.energy, dtype=torch.float64, device=device)
             key = str(entry["file"]), layer.count
             if key not in read:
                 read[key] = account.gram.like().plus(Gram(layer.gram.to(device), layer.count))
             account.add_(Moments(read[key], None, account.square.new_zeros(()), energy, layer.calls), known=known)
-        state.take(account, known)
+        accounts.take(state, account, known)
     doubts = []
     if changed:
         doubts.append(

@@ -21,15 +21,16 @@ from ness.statistics.recorder import (
     Forward,
     NotFinite,
     Recorder,
-    Watch,
     batches_of,
     call_model,
     nothing_seen,
     passes_of,
 )
+from ness.statistics.watch import Watch
+from ness.updates import accounts
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
-from ness.verbs.changes import recover, whole
+from ness.verbs.changes import Around, whole
 from ness.verbs.remainder import Remainder
 
 if TYPE_CHECKING:
@@ -141,7 +142,7 @@ class Observes:
         A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none.
         """
         guard = cast("NullSpace", self)
-        outer = guard._observation
+        around = Around(guard)
         before = set(guard._unmasked)
         try:
             with observed(guard, task) as recorder, passes_of(guard.model, recorder):
@@ -149,7 +150,7 @@ class Observes:
                 recorder.check_rows()
             warn_of_padding(guard, before)
         except BaseException:
-            recover(guard, outer)
+            around.restore()
             raise
 
     @contextmanager
@@ -278,7 +279,7 @@ class observed:
         if name not in self.accounts:
             if name not in self.states:
                 self.states = protect(self.guard, self.states, [name])
-            self.accounts[name] = self.states[name].account()
+            self.accounts[name] = accounts.account(self.states[name])
         return self.accounts[name]
 
     def _commit(self) -> None:
@@ -289,7 +290,7 @@ class observed:
         known: GramSums = {}
         for name, state in states.items():
             if name in self.accounts:
-                state.take(self.accounts[name], known)
+                accounts.take(state, self.accounts[name], known)
         rest = remembered(guard, states, self.tasks.in_use)
         unmasked = guard._unmasked | self.recorder.unmasked
         guard.__dict__.update(_protected=states, _tasks=self.tasks, _remainder=rest, _unmasked=unmasked)
@@ -353,7 +354,7 @@ def reduce(guard: NullSpace) -> None:
     states = protect(guard, states, [n for n in guard._found.layers if distributed.total(int(n in states))])
     last = None
     for state in states.values():
-        last = state.reduce(last)
+        last = accounts.reduce(state, last)
     rest = guard._remainder
     if rest.task is None:  # this rank has not observed itself
         rest = remembered(guard, states, guard._tasks.in_use)
