@@ -35,8 +35,8 @@ test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folde
 test-gpu: $(VENV)/.ready        ## the checks on a CUDA card
 	$(BIN)/python -m pytest -q -m gpu
 
-test-transformers: $(VENV)/.ready  ## the checks against the real transformers package
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers
+test-transformers: $(VENV)/.ready  ## the checks against the real transformers and peft packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m transformers
 
 test-triton: $(VENV)/.ready     ## the card's kernels in Triton's interpreter, without a card

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 
 import pytest
 import torch
@@ -46,7 +48,13 @@ def test_it_prints_as_a_table() -> None:
     assert lines[0].split() == heads.split()
     assert lines[1].startswith("trunk")
     assert len(lines[0]) == len(lines[1])
-    assert lines[-1] == "holds: the measured drift is within its bound in every layer"
+    assert lines[3].startswith("within its bounds; largest drift: ")
+    assert lines[3].endswith(" % of its own outputs, in trunk")
+    assert lines[4:] == [
+        "trainable and unprotected: 18 of the model's 282 numbers",
+        "  head.weight  16",
+        "  head.bias     2",
+    ]
 
 
 def test_rows_by_name() -> None:
@@ -80,3 +88,66 @@ def test_groups_are_a_root_sum_square() -> None:
         squares = sum(getattr(part, figure) ** 2 for part in parts)
         assert getattr(together, figure) == pytest.approx(squares**0.5, rel=1e-9)
     assert together.rank == sum(part.rank for part in parts)
+
+
+def row(name: str, drift: float, bound: float = 1.0) -> ness.CertificateRow:
+    return ness.CertificateRow(name, 8, 4, 0.1, 1.0, bound, bound, drift * 2, drift)
+
+
+def test_the_verdict_names_the_worst_layer_and_its_drift_in_percent() -> None:
+    found = ness.Certificate((row("a", 0.01), row("b.c", 0.31), row("d", 0.3)))
+    assert found.largest_drift == 0.31
+    assert found.largest_drift.name == "b.c"
+    assert found.largest_drift.percent == pytest.approx(31)
+    name, drift = found.largest_drift
+    assert (name, drift) == ("b.c", 0.31)
+    assert found.verdict == "within its bounds; largest drift: 31 % of its own outputs, in b.c"
+    assert found.verdict in str(found)
+    assert json.dumps(found.largest_drift) == "0.31"
+    assert copy.deepcopy(found.largest_drift).name == pickle.loads(pickle.dumps(found.largest_drift)).name == "b.c"
+
+
+def test_the_verdict_never_says_that_nothing_was_forgotten() -> None:
+    found = str(ness.Certificate((row("a", 0.9, bound=5.0),)))
+    assert "within its bounds" in found
+    assert "90 %" in found
+    assert "holds" not in found
+    assert "forg" not in found
+
+
+def test_a_broken_bound_is_named_beside_the_worst_layer() -> None:
+    found = ness.Certificate((row("a", 0.01), row("b", 0.02, bound=1e-6), row("c", 0.4)))
+    assert not found.holds
+    lines = str(found).splitlines()
+    expected = "BROKEN: the measured drift exceeds its bound in b; largest drift: 40 % of its own outputs, in c"
+    assert expected in lines
+    assert "within its bounds" not in str(found)
+
+
+def test_outputs_that_overflow_are_the_worst() -> None:
+    rows = (row("a", 2.0), row("b", float("nan")), row("c", float("inf")))
+    assert ness.Certificate(rows).largest_drift.name == "b"
+    assert ness.Certificate((rows[0], rows[2])).largest_drift.name == "c"
+    assert ness.Certificate(()).largest_drift == 0
+    assert ness.Certificate(()).verdict == "nothing was observed"
+
+
+def test_the_worst_layer_is_the_one_that_moved_most_on_the_data() -> None:
+    torch.manual_seed(0)
+    model = named(a=nn.Linear(16, 16), act=nn.Tanh(), b=nn.Linear(16, 16))
+    x = torch.randn(400, 16)
+    guard = ness.NullSpace(model, rule=ness.Rank(8))
+    guard.observe(x)
+    inputs = {"a": x, "b": torch.tanh(model.a(x)).detach()}
+    before = {name: getattr(model, name)(rows).detach() for name, rows in inputs.items()}
+    guard.constrain()
+    for parameter, size in zip(guard.parameters(), (0.01, 0.5), strict=True):
+        torch.nn.init.normal_(parameter, std=size)
+    guard.merge()
+    moved = {
+        name: float((getattr(model, name)(rows).detach() - before[name]).norm() / before[name].norm())
+        for name, rows in inputs.items()
+    }
+    found = guard.certificate().largest_drift
+    assert found.name == max(moved, key=lambda name: moved[name]) == "b"
+    assert found == pytest.approx(moved["b"], rel=1e-4)

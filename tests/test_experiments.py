@@ -56,7 +56,7 @@ def test_the_command_of_every_row_asks_for_the_same_run(path: Path) -> None:
         assert (again.digest, again.label, own.seeds) == (job.digest, job.label, (1, 2))
 
 
-@pytest.mark.parametrize("benchmark", ["cifar100", "mini-imagenet"])
+@pytest.mark.parametrize("benchmark", ["cifar100", "five-datasets", "mini-imagenet"])
 def test_every_number_of_the_paper_has_its_row(benchmark: str) -> None:
     asked = [one.row.paper for one in planned(plan(f"paper-{benchmark}"), [])]
     left = [one for one in numbers() if one.benchmark == benchmark and one not in asked]
@@ -98,7 +98,8 @@ def test_what_is_said_of_the_first_task_follows_from_the_records() -> None:
 
 def test_one_recipe_for_all() -> None:
     rows = named("recipe-cifar100")
-    assert set(rows) == {"finetune", "frozen", "joint", "NESS", "GPM", "SGP", "TRGP", "CODE-CL", "WSN", "NESS+"}
+    learners = {"NESS", "GPM", "SGP", "TRGP", "CODE-CL", "CUBER", "WSN", "NESS+"}
+    assert set(rows) == {"finetune", "frozen", "joint", *learners}
     for title, job in rows.items():
         found = {name: getattr(job.settings, name) for name in RECIPE}
         own = {
@@ -108,6 +109,30 @@ def test_one_recipe_for_all() -> None:
         }
         assert found == RECIPE | own.get(title, {}), title
     assert rows["NESS+"].changes == {}
+
+
+def test_five_datasets_has_every_row_under_both_readings_of_the_fourth_task() -> None:
+    rows = named("paper-five-datasets")
+    true = [title for title in rows if not title.endswith(", MNIST twice")]
+    assert list(rows) == [*true, *(f"{title}, MNIST twice" for title in true)]
+    for title in true:
+        mine, theirs = rows[title].as_dict(), rows[f"{title}, MNIST twice"].as_dict()
+        assert {key: (mine[key], theirs[key]) for key in mine if mine[key] != theirs[key]} == {
+            "fashion": ("true", "mnist-copy")
+        }, title
+    methods = {job.method.name for job in rows.values()}
+    shown = {one.method for one in numbers() if one.benchmark == "five-datasets"}
+    assert methods == shown | {"ness-plus", "wsn", "cuber", "codecl", "joint", "finetune", "frozen"}
+    for reading in ("", ", MNIST twice"):  # every number of the paper stands beside a run of each reading
+        jobs = [job for title, job in rows.items() if title.endswith("MNIST twice") == bool(reading)]
+        asked = [one.row.paper for one in planned(Experiment("", (1,), tuple(jobs)), [])]
+        assert [one for one in numbers() if one.benchmark == "five-datasets" and one not in asked] == []
+
+
+@pytest.mark.parametrize("benchmark", ["cifar100", "five-datasets", "mini-imagenet"])
+def test_the_rivals_of_ness_plus_are_in_every_paper_table(benchmark: str) -> None:
+    found = {job.method.name for job in plan(f"paper-{benchmark}").jobs}
+    assert found >= {"wsn", "cuber", "codecl", "joint", "finetune", "frozen"}
 
 
 def test_the_ablation_adds_one_part_at_a_time() -> None:

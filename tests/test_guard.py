@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -27,15 +28,19 @@ def ready(model: nn.Module | None = None, **options: Any) -> ness.NullSpace:
     return guard
 
 
-def test_constraining_layer_by_layer_is_constraining_and_leaves_the_model_alone_until_it_ends() -> None:
+def test_constrain_reports_progress_and_leaves_the_model_alone_until_the_last_layer() -> None:
     torch.manual_seed(0)
     model = mlp()
     guard, other = ready(model), ready(copy.deepcopy(model))
-    layers = guard.constraining()
-    assert next(layers) == "trunk.0"
-    assert not guard.constrained
-    assert all(parameter.requires_grad for parameter in model.parameters())
-    assert list(layers) == ["trunk.2", "head"]
+    told = []
+
+    def progress(*what: Any) -> None:
+        told.append(what)
+        assert not guard.constrained
+        assert all(parameter.requires_grad for parameter in model.parameters())
+
+    guard.constrain(progress=progress)
+    assert told == [(1, 3, "trunk.0"), (2, 3, "trunk.2"), (3, 3, "head")]
     other.constrain()
     assert guard.constrained
     ours, theirs = ([*each.parameters()] for each in (guard, other))
@@ -44,50 +49,45 @@ def test_constraining_layer_by_layer_is_constraining_and_leaves_the_model_alone_
 
 BETWEEN = {
     "another constrain": (lambda guard: guard.constrain(), "already constrained"),
-    "rows observed": (lambda guard: guard.observe(low_rank(80, 16, rank=4)), "changed between two layers"),
-    "a weight written": (lambda guard: guard.model.head.weight.detach().mul_(2), "changed between two layers"),
-    "a bias written": (lambda guard: guard.model.head.bias.detach().mul_(2), "changed between two layers"),
+    "rows observed": (lambda guard: guard.observe(low_rank(80, 16, rank=4)), "changed while it was at work"),
+    "a weight written": (lambda guard: guard.model.head.weight.detach().mul_(2), "changed while it was at work"),
+    "a bias written": (lambda guard: guard.model.head.bias.detach().mul_(2), "changed while it was at work"),
 }
 
 
 @pytest.mark.parametrize("what", BETWEEN)
-def test_constraining_refuses_what_changed_meanwhile(what: str) -> None:
+def test_constrain_refuses_what_changed_meanwhile(what: str) -> None:
     meanwhile, message = BETWEEN[what]
     guard = ready()
-    layers = guard.constraining()
-    next(layers)
-    meanwhile(guard)
-    constrained = guard.constrained
     with pytest.raises(ness.NessError, match=message):
-        list(layers)
-    assert guard.constrained == constrained
-    if constrained:
+        guard.constrain(progress=lambda done, total, name: meanwhile(guard) if done == 1 else None)
+    if guard.constrained:
+        assert what == "another constrain"
         guard.discard()
     guard.constrain()
     assert guard.constrained
 
 
-def test_constraining_refuses_wrong_options_when_it_is_called() -> None:
-    with pytest.raises(ness.NessError, match="form"):
-        ready().constraining(form="bad")  # type: ignore[arg-type]
-
-
-def test_constraining_that_is_abandoned_counts_a_task_in_all_layers_or_none() -> None:
+def test_a_constrain_that_is_abandoned_begins_no_task() -> None:
     guard = ready(rule=ness.Within(0.1))
-    next(guard.constraining())
+
+    def no_more(*_: Any) -> None:
+        raise KeyError("enough")
+
+    with pytest.raises(KeyError, match="enough"):
+        guard.constrain(progress=no_more)
     guard.observe(low_rank(80, 16, rank=4))
     fresh = {held.relative.fresh.gram.count for held in guard._protected.values()}
-    assert fresh == {80}
+    assert fresh == {160}
 
 
 @pytest.mark.filterwarnings("default::ness.NessWarning")
-@pytest.mark.parametrize("verb", ["constrain", "constraining"])
-def test_a_doubt_about_few_rows_points_at_the_callers_line(verb: str) -> None:
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_doubt_about_few_rows_points_at_the_callers_line(inference: bool) -> None:
     guard = ness.NullSpace(mlp())
     guard.observe(low_rank(4, 16, rank=4))
-    with pytest.warns(ness.NessWarning, match="fewer rows than inputs") as caught:
-        for _ in getattr(guard, verb)() or ():
-            pass
+    with pytest.warns(ness.NessWarning, match="fewer rows than inputs") as caught, torch.inference_mode(inference):
+        guard.constrain()
     assert {record.filename for record in caught} == {__file__}
 
 
@@ -100,7 +100,7 @@ def test_the_three_verbs_as_the_readme_has_them(name: str, tmp_path: Any) -> Non
     guard.constrain()
     optimizer = torch.optim.AdamW(guard.parameters(), lr=1e-3)
     train(model, optimizer, new_inputs)
-    assert "holds" in str(guard.certificate())
+    assert "within its bounds" in str(guard.certificate())
     guard.merge()
     guard.observe(new_inputs)
     guard.save(tmp_path / "guard")
@@ -358,25 +358,6 @@ def test_tied_layers_are_one_layer() -> None:
     assert torch.allclose(model(x), before, atol=1e-6)
 
 
-def test_a_weight_shared_with_an_unsupported_module_is_refused_by_name() -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed, self.out = nn.Embedding(16, 8), nn.Linear(8, 16, bias=False)
-            self.fc = nn.Linear(8, 8)
-            self.out.weight = self.embed.weight
-
-    with pytest.raises(ness.NessError, match=r"layer 'out' shares its weight with 'embed' \(Embedding\)"):
-        ness.NullSpace(Tied())
-    with pytest.raises(ness.NessError, match=r"'out.weight' is excluded, and 'embed.weight' is the same parameter"):
-        ness.NullSpace(Tied(), exclude=["out"])
-    assert ness.NullSpace(Tied(), exclude=["out", "embed"]).layers == ("fc",)
-    half = named(a=nn.Linear(4, 4), b=nn.Linear(4, 4))
-    half.b.weight = half.a.weight
-    with pytest.raises(ness.NessError, match="share a weight but differ"):
-        ness.NullSpace(half)
-
-
 def test_a_frozen_bias_does_not_move() -> None:
     model = mlp()
     guard = ready(model, bias="freeze", rule=ness.Rank(6))
@@ -423,6 +404,70 @@ def test_nothing_free_is_a_warning() -> None:
     with pytest.warns(ness.NessWarning, match="no direction is free"):
         guard.constrain()
     assert [tuple(p.shape) for p in guard.parameters()] == [(3, 16), (3,)]
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        ness.Nuclear(1e-7),
+        ness.Frobenius(1e-7),
+        ness.Energy(1.0),
+        ness.Rank(0),
+        ness.Budget(1),
+        ness.Soft(ness.Nuclear(1e-7)),
+        ness.Soft(ness.Rank(0)),
+        ness.Within(0.0),
+    ],
+    ids=str,
+)
+def test_a_rule_that_frees_nothing_names_the_strictest_value_that_does(rule: ness.Rule) -> None:
+    torch.manual_seed(0)
+    model, old = named(trunk=nn.Linear(8, 6), more=nn.Linear(6, 6)), torch.randn(80, 8)
+
+    def ready_with(rule: ness.Rule) -> ness.NullSpace:
+        guard = ness.NullSpace(model, rule=rule)
+        guard.observe(old)
+        return guard
+
+    guard = ready_with(rule)
+    with pytest.warns(ness.NessWarning) as found:
+        guard.constrain()
+    (message,) = {str(each.message) for each in found}
+    assert message.startswith(f"no direction is free in any layer under {rule!r}: no layer will train. ")
+    assert guard.parameters() == []
+    guard.discard()
+    named_rule = eval(message.partition("The strictest of its kind that frees one is ")[2], vars(ness))
+    assert type(named_rule) is type(rule)
+    other = ready_with(named_rule)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.constrain()
+    assert sum(row.rank for row in other.certificate()) >= 1
+    assert other.parameters()
+
+
+def test_rank_zero_is_taken_at_its_word_where_something_else_trains() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ready(rule=ness.Rank(0), exclude=["head"]).constrain()
+    model = named(fc=nn.Linear(16, 16), norm=nn.LayerNorm(16))
+    guard = ness.NullSpace(model, rule=ness.Rank(0), norm="per_task")
+    guard.observe(torch.randn(40, 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        guard.constrain(task="b")
+    frozen = mlp()
+    frozen.head.requires_grad_(False)
+    with pytest.warns(ness.NessWarning, match=r"under Rank\(r=0\).*frees one is Rank\(r=1\)"):
+        ready(frozen, rule=ness.Rank(0), exclude=["head"]).constrain()
+
+
+def test_where_every_layer_is_frozen_the_rule_is_not_blamed() -> None:
+    model = mlp()
+    model.requires_grad_(False)
+    guard = ready(model)
+    with pytest.warns(ness.NessWarning, match="no layer will train: each is frozen, and `skipped` says why"):
+        guard.constrain()
 
 
 # -- optimizers -----------------------------------------------------------------------------------------------------
@@ -554,7 +599,7 @@ def test_the_resnet_example_prints_a_certificate() -> None:
     text = str(guard.certificate())
     assert text.splitlines()[0].split()[:4] == ["name", "fan", "in", "rank"]
     assert "conv1" in text
-    assert "holds" in text
+    assert "within its bounds" in text
 
 
 def test_a_second_name_for_what_was_observed_says_how_a_task_begins() -> None:

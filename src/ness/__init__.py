@@ -7,6 +7,7 @@ and a `certificate` that says how much it can have lost. See `ness.NullSpace`.
 from ness._version import __version__
 from ness.certificate import Certificate, CertificateRow
 from ness.comparison import Comparison
+from ness.costs import Cost, CostRow, cost
 from ness.errors import NessError, NessWarning
 from ness.guard import NullSpace
 from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft, Within
@@ -19,6 +20,10 @@ __all__ = [
     "CertificateRow",
     "Comparison",
     "Gram",
+    # what it takes, before anything is allocated
+    "cost",
+    "Cost",
+    "CostRow",
     # which directions are free
     "Rule",
     "Nuclear",

@@ -16,7 +16,8 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from io import BufferedReader
 from pathlib import Path
 
 from ness.errors import NessError
@@ -27,6 +28,7 @@ if sys.platform != "win32":
 TEMPORARY = re.compile(r"\.ness-[0-9a-f]{16}\.tmp")
 LOCK_SECONDS = 300.0  # how long to wait for another writer of the same folder
 PIECE = 1 << 28  # bytes a call of `write`: systems limit it
+_WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)  # for a pipe's other end
 # What file systems answer that cannot lock, or cannot flush a folder.
 UNSUPPORTED = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EBADF, errno.ENOLCK}
 
@@ -37,12 +39,13 @@ def reason(error: BaseException) -> str:
     return " ".join(str(text).split())
 
 
-def write_bytes(path: Path, content: bytes) -> None:
+def write_bytes(path: Path, content: bytes, advice: str = "") -> None:
     """Write a file whole or not at all, and remove what killed writers left in its folder.
 
     Args:
         path: where to; missing folders are made. Whatever has that name is replaced.
         content: all of it.
+        advice: what to do if it cannot be written.
 
     Raises:
         NessError: it could not be written; what was there is there still.
@@ -52,7 +55,55 @@ def write_bytes(path: Path, content: bytes) -> None:
         remove_abandoned(path.parent)
         _write(path, content)
     except (OSError, ValueError) as error:  # ValueError: a zero in the name
-        raise NessError(f"{path}: could not be written ({reason(error)}); nothing that was there is lost") from error
+        then = advice or "nothing that was there is lost"
+        raise NessError(f"{path}: could not be written ({reason(error)}); {then}") from error
+
+
+def append_line(path: Path, line: bytes, *, flush: bool = True) -> None:
+    """Append a line to a file that only grows; one that a killed writer left unfinished is ended first.
+
+    Args:
+        path: the file; made if it is missing.
+        line: without its newline.
+        flush: to the disk, before this returns.
+
+    Raises:
+        NessError: it could not be written; as far as the system lets, the file is as it was.
+    """
+    try:
+        make_folder(path.parent)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | _WITHOUT_WAITING, 0o666)
+        try:
+            found = os.fstat(handle)
+            if not stat.S_ISREG(found.st_mode):
+                raise NessError(f"{path}: is no ordinary file; expected one that was written here, or none")
+            _append(handle, line, found.st_size)
+            if flush:
+                os.fsync(handle)
+                if not found.st_size:
+                    sync_folder(path.parent)
+        finally:
+            os.close(handle)
+    except (OSError, ValueError) as error:
+        raise NessError(
+            f"{path}: could not be written ({reason(error)}); make room or rights and start again"
+        ) from error
+
+
+def _append(handle: int, line: bytes, size: int) -> None:
+    torn = False
+    if size:
+        os.lseek(handle, size - 1, os.SEEK_SET)
+        torn = os.read(handle, 1) != b"\n"
+    content, done = (b"\n" if torn else b"") + line + b"\n", 0
+    try:
+        while done < len(content):
+            done += os.write(handle, content[done:])
+    except OSError:
+        with contextlib.suppress(OSError):
+            if os.fstat(handle).st_size == size + done:  # nobody else has appended
+                os.ftruncate(handle, size)
+        raise
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -73,6 +124,69 @@ def _write(path: Path, content: bytes) -> None:
     except BaseException:
         _unlink(temporary)
         raise
+
+
+def write_together(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write several files of one folder: all of them, or none. Other files there stay as they are.
+
+    All are on the disk under temporary names before the first gets its own; where one cannot, those before it get
+    their old content back.
+
+    Args:
+        folder: made if it is missing.
+        files: contents by name, in the order in which they take their places.
+
+    Raises:
+        NessError: nothing was written; what was there is there still.
+    """
+    staged: list[tuple[Path, int, Path]] = []
+    try:
+        make_folder(folder)
+        remove_abandoned(folder)
+        try:
+            for name, content in files.items():
+                if (folder / name).is_dir():
+                    raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+                staged.append((*_create(folder), folder / name))
+                view = memoryview(content)
+                while view:
+                    view = view[os.write(staged[-1][1], view[:PIECE]) :]
+                os.fsync(staged[-1][1])
+            _take_places([(temporary, path) for temporary, _, path in staged])
+        finally:
+            for temporary, handle, _ in staged:
+                with contextlib.suppress(OSError):
+                    os.close(handle)
+                _unlink(temporary)
+    except (OSError, ValueError) as error:
+        raise NessError(f"{folder}: could not be written ({reason(error)}); nothing that was there is lost") from error
+
+
+def _take_places(moves: Sequence[tuple[Path, Path]]) -> None:
+    """Rename finished files; an error in between puts back what those before it replaced."""
+    backups: list[tuple[Path, Path | None]] = []
+    try:
+        for temporary, path in moves:
+            backup: Path | None = path.parent / f".ness-{secrets.token_hex(8)}.tmp"
+            try:
+                os.replace(path, backup)  # type: ignore[arg-type]  # noqa: PTH105
+            except FileNotFoundError:
+                backup = None
+            backups.append((path, backup))
+            os.replace(temporary, path)  # noqa: PTH105
+        for folder in {path.parent for _, path in moves}:
+            sync_folder(folder)
+    except BaseException:
+        for path, backup in reversed(backups):
+            if backup is None:
+                _unlink(path)
+            else:
+                with contextlib.suppress(OSError):
+                    os.replace(backup, path)  # noqa: PTH105
+        raise
+    for _, backup in backups:
+        if backup is not None:
+            _unlink(backup)
 
 
 def _create(folder: Path) -> tuple[Path, int]:
@@ -243,6 +357,29 @@ def _unlink(path: Path) -> None:
         path.unlink()
 
 
+def open_regular(path: Path) -> BufferedReader:
+    """An ordinary file, or a link to one, open for reading; of a pipe or a device reading might never end.
+
+    Raises:
+        FileNotFoundError, NessError: as in `read_bytes`.
+    """
+    try:
+        found = os.stat(path)  # noqa: PTH116
+        if stat.S_ISREG(found.st_mode):
+            handle = os.open(path, os.O_RDONLY | _WITHOUT_WAITING)
+            file = os.fdopen(handle, "rb")
+            found = os.fstat(handle)
+            if stat.S_ISREG(found.st_mode):
+                return file
+            file.close()
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError) as error:
+        raise NessError(f"{path}: could not be read ({reason(error)})") from error
+    kind = "a folder" if stat.S_ISDIR(found.st_mode) else "a pipe, a device or the like"
+    raise NessError(f"{path}: found {kind}, expected an ordinary file")
+
+
 def read_bytes(path: Path, limit: int | None = None) -> bytes:
     """All of an ordinary file.
 
@@ -252,20 +389,13 @@ def read_bytes(path: Path, limit: int | None = None) -> bytes:
 
     Raises:
         FileNotFoundError: nothing has this name.
-        NessError: it is no ordinary file (a folder, a pipe, a device: reading one may never end), or unreadable.
+        NessError: it is no ordinary file, or too large, or unreadable.
     """
-    try:
-        if not stat.S_ISREG(os.stat(path).st_mode):  # noqa: PTH116
-            raise NessError(f"{path}: is no ordinary file; expected one that was written here, not a folder or a pipe")
-        handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0))
-        with os.fdopen(handle, "rb") as file:
-            found = os.fstat(handle)
-            if not stat.S_ISREG(found.st_mode):
-                raise NessError(f"{path}: is no ordinary file; expected one that was written here")
-            if limit is not None and found.st_size > limit:
-                raise NessError(f"{path}: found {found.st_size} bytes, expected at most {limit}: not written here")
+    with open_regular(path) as file:
+        try:
+            size = os.fstat(file.fileno()).st_size
+            if limit is not None and size > limit:
+                raise NessError(f"{path}: found {size} bytes, expected at most {limit}: not written here")
             return file.read()
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, MemoryError) as error:
-        raise NessError(f"{path}: could not be read ({reason(error)})") from error
+        except (OSError, MemoryError) as error:
+            raise NessError(f"{path}: could not be read ({reason(error)})") from error

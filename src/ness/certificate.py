@@ -2,9 +2,45 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
+
+
+class LargestDrift(float):
+    """The largest relative drift of any layer: a plain number, which knows its layer and unpacks as (name, drift).
+
+    >>> largest = LargestDrift("body.4", 0.106)
+    >>> print(f"{largest}; {largest.percent:.1f}"), largest > 0.1
+    10.6 % of its own outputs, in body.4; 10.6
+    (None, True)
+    """
+
+    name: str
+
+    def __new__(cls, name: str, drift: float) -> LargestDrift:
+        """`drift` is relative: the layer's RMS drift over the RMS of its own outputs."""
+        made = super().__new__(cls, drift)
+        made.name = name
+        return made
+
+    def __getnewargs__(self) -> tuple[str, float]:  # type: ignore[override]  # float's own takes the number alone
+        return self.name, float(self)
+
+    @property
+    def percent(self) -> float:
+        """The drift in percent of the layer's own outputs."""
+        return 100 * float(self)
+
+    def __iter__(self) -> Iterator[str | float]:
+        return iter((self.name, float(self)))
+
+    def __str__(self) -> str:
+        return f"{self.percent:.3g} % of its own outputs, in {self.name or '(model)'}"
+
+    def __format__(self, spec: str) -> str:
+        return format(float(self), spec) if spec else str(self)
 
 
 @dataclass(frozen=True)
@@ -32,13 +68,19 @@ class CertificateRow:
 
     @property
     def holds(self) -> bool:
-        """Whether the measured drift is within its bound, up to the rounding of the weights' dtype."""
+        """Whether the measured drift is within its bound, up to the rounding of the weights' dtype.
+
+        This does not say that the drift is small: `relative_drift` does.
+        """
         return self.rms_drift <= self.rms_bound * (1 + 1e-6) + self.rounding
 
 
 @dataclass(frozen=True)
 class Certificate:
     """What the model kept: one row a constrained layer, and what lies outside the promise.
+
+    `holds` says that every layer stayed within its bound, `largest_drift` how far that is, `unprotected` what no bound
+    covers because it trains freely.
 
     The promise is per layer, on the inputs as they were observed: drift of upstream layers comes on top, and
     `NullSpace.compare` measures it on whatever old data is still there.
@@ -51,11 +93,29 @@ class Certificate:
     shared_directions: int = 0  # numbers of the private directions that all tasks share, kept once
     protected_weights: int = 0  # numbers of the protected convolution and linear weights
     parameters: int = 0  # numbers of the model
+    unprotected: Mapping[str, int] = field(default_factory=dict)  # trainable and in no protected layer: numbers of each
 
     @property
     def holds(self) -> bool:
-        """Whether every layer's measured drift is within its bound."""
+        """Whether every layer's measured drift is within its bound; not that nothing has moved."""
         return all(row.holds for row in self.rows)
+
+    @property
+    def largest_drift(self) -> LargestDrift:
+        """The largest `relative_drift` of any layer, and which layer it is; NaN, which no bound can judge, first."""
+        worst = max(self.rows, key=lambda row: (math.isnan(row.relative_drift), row.relative_drift), default=None)
+        return LargestDrift("", 0.0) if worst is None else LargestDrift(worst.name, worst.relative_drift)
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether every layer is within its bounds, and the worst layer with its drift in percent."""
+        broken = [row.name or "(model)" for row in self.rows if not row.holds]
+        if not self.rows:
+            return "nothing was observed"
+        within = (
+            f"BROKEN: the measured drift exceeds its bound in {', '.join(broken)}" if broken else "within its bounds"
+        )
+        return f"{within}; largest drift: {self.largest_drift}"
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dictionaries, for JSON or a data frame."""
@@ -84,15 +144,17 @@ class Certificate:
         heads = self._heads()
         body = [[_cell(getattr(row, head)) for head in heads] for row in self.rows]
         lines = [*_aligned([[head.replace("_", " ") for head in heads], *body]), ""]
-        broken = [row.name for row in self.rows if not row.holds]
-        if broken:
-            lines.append(f"BROKEN: the measured drift exceeds its bound in {', '.join(broken)}")
+        lines.append(self.verdict)
+        if not self.holds:
             lines.append(
                 "(a weight was changed other than through the guard's updates, or, with form='sgd', a gradient"
             )
             lines.append("was changed entry by entry: clipped by value, say)")
-        else:
-            lines.append("holds: the measured drift is within its bound in every layer")
+        if self.unprotected:
+            count = sum(self.unprotected.values())
+            lines.append(f"trainable and unprotected: {count:,} of the model's {self.parameters:,} numbers")
+            names = [[name, f"{numbers:,}"] for name, numbers in self.unprotected.items()]
+            lines.extend(f"  {line}" for line in _aligned(names))
         if self.outside:
             lines.append(f"outside the promise (batch statistics): {', '.join(self.outside)}")
         lines.extend(f"frozen: {name or '(model)'}: {why}" for name, why in self.skipped.items())

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ness.errors import NessError
 from ness.layers.norms import live_tensors
+from ness.verbs.remainder import write_all
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
@@ -29,7 +30,7 @@ def state_dict_of(guard: NullSpace, task: str) -> dict[str, Tensor]:
             layer = protected.layer
             weight, bias = layer.weight, layer.bias
             into = [copies.setdefault(id(p), p.detach().clone()) for p in (weight, bias) if p is not None]
-            protected.write(protected.with_private(protected.shared_weights(), parts.get(name)), into)
+            write_all(protected.swaps(protected.with_private(protected.shared_weights(), parts.get(name)), into))
     state = {}
     for key, value in guard.model.state_dict(keep_vars=True).items():
         if not isinstance(value, torch.Tensor):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -12,32 +11,33 @@ import torch
 from torch import Tensor, nn
 
 from ness import distributed
-from ness._precision import ordinary_tensors
 from ness.certificate import Certificate
 from ness.comparison import Comparison
-from ness.errors import NessError
-from ness.layers.discovery import discover, shape_of
+from ness.errors import NessError, warn
+from ness.layers.discovery import discover, refuse_complex, shape_of
 from ness.layers.names import as_patterns
 from ness.layers.norms import uses_batch_statistics
 from ness.rules import Nuclear, Rule
 from ness.statistics.gram import Gram
-from ness.statistics.recorder import Forward, batches_of, call_model, nothing_seen, passes_of
-from ness.storage.folder import load_folder, save_folder, write_state_dict
+from ness.statistics.recorder import Forward
+from ness.storage.folder import load_folder, save_folder
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
 from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
+from ness.verbs.changes import Change, whole
 from ness.verbs.checks import check_guard_options
-from ness.verbs.constraining import check_constrain, constraining
-from ness.verbs.observing import observed, reduce
-from ness.verbs.remainder import Remainder
+from ness.verbs.constraining import Options, Progress, constrain
+from ness.verbs.exporting import Exports
+from ness.verbs.observing import Observes, observed, reduce
+from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
 DEFAULT_RULE = Nuclear(1e-3)
 
 
-class NullSpace:
+class NullSpace(Observes, Exports):
     """Guards what a model knows: later training moves its layers' outputs on everything observed by a bounded amount.
 
     >>> _ = torch.manual_seed(0)
@@ -99,7 +99,10 @@ class NullSpace:
         self._form: Form = "any"
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
+        self._unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
         self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
+        self._unfinished: Change | None = None  # a change under way, or one that was broken off
+        self._observation: observed | None = None  # under way
 
     # -- what it holds ----------------------------------------------------------------------------------------------
 
@@ -119,6 +122,17 @@ class NullSpace:
         return {**self._found.skipped, **self._idle}
 
     @property
+    def unprotected(self) -> dict[str, int]:
+        """Names and sizes of all that is trainable now and that no bound covers: {parameter: how many numbers}.
+
+        Excluded modules, and whatever else has `requires_grad`: embeddings, norms (also those that a task trains for
+        itself: `use` puts the others back), layers that saw no row yet, parameters that were unfrozen after observing.
+        Before the first `observe` that is everything. `compare` measures what it does.
+        """
+        protected = () if self.constrained else [p.layer for p in self._protected.values() if p.gram.count]
+        return unprotected(self.model, protected)
+
+    @property
     def grams(self) -> dict[str, Gram]:
         """What each layer has seen: `ness.Gram` by layer name."""
         return {name: protected.gram for name, protected in self._protected.items()}
@@ -128,45 +142,24 @@ class NullSpace:
         """Names of the tasks the guard knows, oldest first."""
         return list(self._tasks.names)
 
+    @whole
     def parameters(self) -> list[nn.Parameter]:
         """What to train: updates, a task's norms and private part, and what is trainable in excluded modules."""
         self._require_constrained("parameters()")
-        return [p for p in self.model.parameters() if p.requires_grad]
-
-    # -- observe ----------------------------------------------------------------------------------------------------
-
-    def observe(self, batches: Any, forward: Forward | None = None, task: str | None = None) -> None:
-        """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
-
-        Args:
-            batches: an iterable of batches, or one tensor. A batch is a tensor, (input, target), or a dict that the
-                model is called with; any other form needs `forward`.
-            forward: `forward(model, batch)`, how the model is run on one batch.
-            task: names what the model knows now ("first" by default).
-
-        NaN or Inf in a batch is an error: the statistics are then those of the batches before it. It comes at the end,
-        or within 64 batches, since asking the device after each would make it wait.
-        """
-        with observed(self, task) as recorder:
-            index = -1
-            for index, batch in enumerate(batches_of(batches)):
-                recorder.drop()
-                call_model(self.model, batch, forward)
-                recorder.end(f"batch {index}")
-            if index < 0:
-                nothing_seen("there was no batch")
-
-    @contextmanager
-    def observing(self, task: str | None = None) -> Iterator[None]:
-        """Observe the forward passes that the caller runs inside the `with`."""
-        with observed(self, task) as recorder, passes_of(self.model, recorder):
-            yield
+        found = [p for p in self.model.parameters() if p.requires_grad]
+        if not found:
+            warn(
+                "parameters(): there is nothing to train: no layer has a free direction, and no excluded module is "
+                "trainable. Call discard(), loosen the rule, and constrain again"
+            )
+        return found
 
     def _refresh(self) -> None:
         """Take the model apart anew where modules or parameters came or went since; a protected layer must be there.
 
         A head that is added later is excluded as its kind is, and a layer that is added later can be observed.
         """
+        refuse_complex(self._found.layers)  # the model may have been converted since
         now = shape_of(self.model)
         if now == self._shape:
             return
@@ -188,12 +181,16 @@ class NullSpace:
 
     # -- constrain --------------------------------------------------------------------------------------------------
 
+    @whole
     def constrain(
         self,
         form: Form = "any",
         max_drift: float | None = None,
         task: str | None = None,
         private: int = 0,
+        rank: int | None = None,
+        generator: torch.Generator | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
@@ -209,34 +206,30 @@ class NullSpace:
             private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
                 other task sees them, and no bound counts them. The task keeps k numbers an output unit.
+            rank: train ΔW = A B M at this rank, as small as a LoRA adapter: A (o, r) from zero and B (r, d) are
+                trained, M confines them to the free directions, under any optimizer. Biases stay as they are. A layer
+                with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
+                space. `export_lora` writes it as a PEFT folder.
+            generator: draws the start of B; torch's own by default.
+            progress: `progress(done, total, name)` is called after each layer that is decomposed, which takes long; the
+                model is untouched until the last. Under torch.distributed all calls come at the end.
+
+        Raises:
+            NessError: nothing was observed, the options do not fit, or the model is constrained already. Then, and
+                after any other error or Ctrl-C, model and guard are as before.
+
+        >>> from ness.rules import Rank
+        >>> guard = NullSpace(nn.Sequential(nn.Linear(8, 4), nn.Linear(4, 2)), rule=Rank(6), exclude="1")
+        >>> guard.observe(torch.randn(100, 8))
+        >>> guard.constrain(rank=2)
+        >>> {name: tuple(p.shape) for name, p in guard.model.named_parameters() if name.startswith("0.ness")}
+        {'0.ness_weight': (1, 4, 2), '0.ness_weight_down': (1, 2, 8)}
         """
-        with ordinary_tensors():
-            for _ in constraining(self, form, max_drift, task, private, depth=3):
-                pass
-
-    def constraining(
-        self,
-        form: Form = "any",
-        max_drift: float | None = None,
-        task: str | None = None,
-        private: int = 0,
-    ) -> Iterator[str]:
-        """`constrain` a layer at a time: yields the name of each layer once it is decomposed.
-
-        For whoever shows progress, or has other work in between. Nothing happens before the first layer is asked for,
-        and the model is untouched until the iterator ends; if it, or what was observed, has changed by then, it is
-        refused. Under torch.distributed all layers come at the end.
-
-        >>> guard = NullSpace(nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2)))
-        >>> guard.observe([torch.eye(3)])
-        >>> [layer for layer in guard.constraining()], guard.constrained
-        (['0', '1'], True)
-        """
-        distributed.together(lambda: check_constrain(self, form, max_drift, task, private))
-        return constraining(self, form, max_drift, task, private, depth=2)
+        constrain(self, Options(form, max_drift, task, private, rank, generator), progress)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 
+    @whole
     def certificate(self) -> Certificate:
         """What the model kept: per layer rank, bound, and the exact drift on everything ever observed."""
         if not self._protected and not distributed.active():
@@ -252,8 +245,10 @@ class NullSpace:
             shared_directions=sum(k.numel() for k in directions),
             protected_weights=sum(p.layer.groups * p.layer.outputs * p.layer.fan_in for p in protected),
             parameters=sum(p.numel() for p in {*self.model.parameters()} - {u.parameter for u in updates_of(self)}),
+            unprotected=self.unprotected,
         )
 
+    @whole
     def compare(self, batches: Any, forward: Forward | None = None) -> Comparison:
         """Measure how far the model's outputs on these batches are from what they were when it was last observed.
 
@@ -273,7 +268,7 @@ class NullSpace:
 
     # -- end --------------------------------------------------------------------------------------------------------
 
-    @ordinary_tensors()
+    @whole
     def merge(self) -> None:
         """Add the updates to the weights: plain modules again, same classes, same state-dict keys and order.
 
@@ -281,6 +276,7 @@ class NullSpace:
         """
         transitions.merge(self)
 
+    @whole
     def discard(self) -> None:
         """Drop the updates: the model is what it was before `constrain`, its task's private part included.
 
@@ -290,6 +286,7 @@ class NullSpace:
 
     # -- tasks ------------------------------------------------------------------------------------------------------
 
+    @whole
     def use(self, task: str | None) -> None:
         """Put a task's own norms and private part in place; None: the shared weights with the first task's norms.
 
@@ -298,35 +295,23 @@ class NullSpace:
         """
         transitions.use(self, task)
 
-    def export(self, task: str, path: str | Path) -> None:
-        """Write the plain state dict of one task's model to one safetensors file; the task in use stays in use.
-
-        Its keys and their order are the model's own, so that a plain copy of the model loads it, without `ness`.
-        Excluded modules (heads) are written as they are now.
-        """
-        from ness.export import state_dict_of
-
-        def write() -> None:
-            state = state_dict_of(self, task)
-            if distributed.on_rank_zero():
-                write_state_dict(Path(path), state)
-
-        distributed.together(write)
-
     # -- storage ----------------------------------------------------------------------------------------------------
 
+    @whole
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Everything the guard knows, bases and updates included: tensors, and a description that is plain JSON."""
         from ness.storage.state import pack
 
         return pack(self)
 
+    @whole
     def load_state(self, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> None:
         """Take over what `state` gave, for the same model; refused whole if anything does not fit."""
         from ness.storage.state import unpack
 
         unpack(self, tensors, manifest)
 
+    @whole
     def save(self, folder: str | Path) -> None:
         """Write the guard to a folder: safetensors and a JSON manifest, all or nothing."""
         distributed.together(lambda: None)
@@ -355,7 +340,8 @@ class NullSpace:
         """A guard of a copy of the model, which refuses optimizers as this one does."""
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        twin.__dict__.update(copy.deepcopy({**self.__dict__, "_watch_optimizers": None}, memo))
+        own = dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))
+        twin.__dict__.update(copy.deepcopy({**self.__dict__, **own}, memo))
         twin._shape = shape_of(twin.model) if not twin.constrained else ()
         if self._watch_optimizers is not None:
             twin._watch_optimizers = refuse_other_optimizers(updates_of(twin))

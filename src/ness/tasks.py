@@ -28,6 +28,12 @@ class Tasks:
         self.started = False  # whether any task has begun
         self.unnamed = False  # whether the last finished task has no name yet
 
+    def copy(self) -> Tasks:
+        """Another one that knows the same."""
+        twin = Tasks()
+        twin.__dict__.update(self.__dict__, norms=dict(self.norms), private=dict(self.private))
+        return twin
+
     @property
     def names(self) -> tuple[str, ...]:
         """All finished tasks, oldest first."""

@@ -146,7 +146,12 @@ def test_a_wrong_plan_is_refused_before_anything_runs(capsys, plan: Path, tmp_pa
     assert not (tmp_path / "runs").exists()
 
 
-DAMAGE = {"[]": "holds a list", '{"loss": 3}': "'benchmark' is missing", "{": "cannot be read", "NaN": "is nan"}
+DAMAGE = {
+    "[]": "holds a list",
+    '{"loss": 3}': "'benchmark' is missing",
+    "{": "cannot be read",
+    "NaN": "found NaN, expected a number",
+}
 
 
 @pytest.mark.parametrize("text", DAMAGE)

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import ness
-from helpers import ResNetLike, smooth_images, train
+from helpers import ResNetLike, named, smooth_images, train
+from ness.layers.norms import is_norm
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 
@@ -126,4 +127,182 @@ def test_layernorm_is_a_norm_too() -> None:
     frozen.constrain()
     assert not model[1].weight.requires_grad
     assert frozen.skipped == {}
+    frozen.merge()
+
+
+# -- norms are recognised by what they compute ----------------------------------------------------------------------
+
+
+class Rms(nn.Module):
+    """As Llama, T5 and Gemma have it: their own classes, with a gain or an offset of 1."""
+
+    def __init__(self, width: int, eps: float = 1e-6, offset: float = 0.0, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((width,), 1 - offset))
+        self.eps, self.offset, self.inside = eps, offset, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.to(self.inside)
+        h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + self.eps)
+        return (self.offset + self.weight) * h.to(x.dtype)
+
+
+class Lucid(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gamma, self.scale = nn.Parameter(torch.zeros(width)), width**0.5
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.normalize(x, dim=-1) * self.scale * (self.gamma + 1)
+
+
+class ByHand(nn.Module):
+    """A LayerNorm with a class of its own, as many small GPTs have it; its parameters stand the other way round."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.b, self.w = nn.Parameter(torch.zeros(width)), nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, _, width = x.shape  # three dimensions or none
+        return nn.functional.layer_norm(x, (width,), self.w, self.b, 1e-5)
+
+
+class Bare(nn.Module):
+    def __init__(self, *shape: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(shape))
+
+
+class Scale(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+class SumNorm(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * x / x.abs().mean(-1, keepdim=True)
+
+
+class Gated(Bare):
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:
+        return self.weight * x / x.square().mean(-1, keepdim=True).sqrt() * gate
+
+
+class Fails(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        raise RuntimeError("not here")
+
+
+class Half(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.weight * x / x.square().mean(-1, keepdim=True).sqrt()
+        return y[..., : x.shape[-1] // 2]
+
+
+class Forgetful(Bare):
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.square().mean(-1, keepdim=True).sqrt()
+
+
+NORMS = {
+    "llama": lambda: Rms(16),
+    "gemma": lambda: Rms(16, offset=1.0),
+    "a large ε": lambda: Rms(16, eps=1e-3),
+    "half inside": lambda: Rms(16, dtype=torch.float16),
+    "bfloat16 inside": lambda: Rms(16, dtype=torch.bfloat16),
+    "bfloat16": lambda: Rms(16).bfloat16(),
+    "double": lambda: Rms(16).double(),
+    "two wide": lambda: Rms(2),
+    "lucid": lambda: Lucid(16),
+    "by hand": lambda: ByHand(16),
+    "torch's": lambda: nn.RMSNorm(16),
+}
+OTHERS = {
+    "a scale": lambda: Scale(16),
+    "by the sum": lambda: SumNorm(16),
+    "two inputs": lambda: Gated(16),
+    "an error": lambda: Fails(16),
+    "half its input": lambda: Half(16),
+    "without its weight": lambda: Forgetful(16),
+    "without a forward": lambda: Bare(16),
+    "a matrix": lambda: Scale(16, 16),
+    "one number": lambda: Scale(1),
+    "prelu": lambda: nn.PReLU(16),
+    "embedding": lambda: nn.Embedding(4, 16),
+}
+
+
+@pytest.mark.parametrize("name", NORMS)
+def test_a_norm_is_recognised_by_what_it_computes(name: str) -> None:
+    module = NORMS[name]()
+    before = {key: value.clone() for key, value in module.state_dict().items()}
+    seeds = torch.random.get_rng_state()
+    assert is_norm(module)
+    assert torch.equal(torch.random.get_rng_state(), seeds)
+    assert module.training
+    assert all(torch.equal(module.state_dict()[key], value) for key, value in before.items())
+    model = named(fc=nn.Linear(16, 16), norm=module)
+    assert set(ness.NullSpace(model).skipped) == set()
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_what_computes_something_else_is_no_norm(name: str) -> None:
+    module = OTHERS[name]()
+    assert not is_norm(module)
+    assert set(ness.NullSpace(named(fc=nn.Linear(16, 16), other=module)).skipped) == {"other"}
+
+
+def test_the_look_at_a_norm_calls_no_hook_and_writes_nothing() -> None:
+    class Counting(Rms):
+        def __init__(self) -> None:
+            super().__init__(8)
+            self.calls = 0
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.calls += 1
+            self.seen += 1
+            torch.rand(3)
+            return super().forward(x)
+
+    module, called = Counting(), []
+    module.register_forward_hook(lambda *_: called.append(1))
+    module.register_forward_pre_hook(lambda *_: called.append(1))
+    seeds = torch.random.get_rng_state()
+    assert is_norm(module)
+    assert (module.calls, float(module.seen), called) == (0, 0.0, [])
+    assert torch.equal(torch.random.get_rng_state(), seeds)
+
+
+def test_a_norm_on_the_meta_device_is_recognised() -> None:
+    with torch.device("meta"):
+        assert is_norm(Rms(16))
+        assert not is_norm(Scale(16))
+
+
+@pytest.mark.parametrize("offset", [0.0, 1.0])
+def test_norms_with_a_class_of_their_own_train_with_their_task(offset: float) -> None:
+    torch.manual_seed(0)
+    model = named(fc=nn.Linear(16, 16), norm=Rms(16, offset=offset), head=nn.Linear(16, 3))
+    x = torch.randn(60, 16)
+    guard = ness.NullSpace(model, rule=ness.Rank(4), exclude="head", norm="per_task")
+    guard.observe(x)
+    guard.constrain(task="b")
+    assert model.norm.weight.requires_grad
+    assert any(parameter is model.norm.weight for parameter in guard.parameters())
+    before = model.norm.weight.detach().clone()
+    train(model, torch.optim.AdamW(guard.parameters(), lr=0.1), torch.randn(30, 16))
+    guard.merge()
+    learnt = model.norm.weight.detach().clone()
+    assert not torch.equal(learnt, before)
+    assert guard.certificate().kept == {"b": 16}
+    guard.use("first")
+    assert torch.equal(model.norm.weight, before)
+    guard.use("b")
+    assert torch.equal(model.norm.weight, learnt)
+    frozen = ness.NullSpace(model, rule=ness.Rank(4), exclude="head")
+    frozen.observe(x)
+    frozen.constrain()
+    assert not model.norm.weight.requires_grad
     frozen.merge()

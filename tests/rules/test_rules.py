@@ -109,6 +109,69 @@ def test_soft_by_hand() -> None:
     assert free(ness.Soft(ness.Nuclear(0.001)), 50, 49, 1, 0)[2:] == [0, 0]  # s < 0.02 is dropped
 
 
+# -- what to advise where nothing is free ----------------------------------------------------------------------------
+
+FREES_NOTHING = [
+    ness.Nuclear(1e-9),
+    ness.Frobenius(1e-9),
+    ness.Energy(1.0),
+    ness.Rank(0),
+    ness.Budget(0),
+    ness.Budget(2),
+    ness.Soft(ness.Nuclear(1e-9)),
+    ness.Soft(ness.Frobenius(1e-9)),
+    ness.Soft(ness.Energy(1.0)),
+    ness.Soft(ness.Rank(0)),
+    ness.Soft(ness.Budget(1)),
+]
+
+
+def stricter(rule: ness.Rule) -> ness.Rule:
+    """The next step back."""
+    match rule:
+        case ness.Soft():
+            return ness.Soft(stricter(rule.rule))
+        case ness.Nuclear() | ness.Frobenius():
+            return type(rule)(rule.eps * 0.989)
+        case ness.Energy():
+            return ness.Energy(1 - (1 - rule.keep) * 0.989)
+        case ness.Rank():
+            return ness.Rank(rule.r - 1)
+        case ness.Budget():
+            return ness.Budget(rule.parameters - 1)
+    raise AssertionError(rule)
+
+
+@pytest.mark.parametrize("rule", FREES_NOTHING, ids=str)
+def test_the_strictest_value_that_frees_something_is_found(rule: ness.Rule) -> None:
+    spectra = {"a": spectrum_of(4, 3, 1, outputs=3), "b": spectrum_of(9, 8, 7, 6, outputs=2)}
+
+    def frees(one: ness.Rule) -> bool:
+        return any(chosen.rank for chosen in one.select(spectra).values())
+
+    assert not frees(rule)
+    found = rule.looser(frees)
+    assert found is not None
+    assert frees(found)
+    assert not frees(stricter(found))
+    assert rule_from_dict(rule_to_dict(found)) == found
+
+
+@given(sigma=st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=20))
+@settings(max_examples=40, deadline=None)
+def test_advice_frees_something_whatever_the_spectrum(sigma: list[float]) -> None:
+    spectra = {"x": spectrum_of(*sigma)}
+    for rule in FREES_NOTHING:
+        found = rule.looser(lambda one: one.select(spectra)["x"].rank > 0)
+        assert found is not None
+        assert found.select(spectra)["x"].rank > 0
+
+
+def test_where_no_value_frees_anything_none_is_advised() -> None:
+    assert all(rule.looser(lambda _: False) is None for rule in FREES_NOTHING)
+    assert ness.Rule().looser(lambda _: True) is None
+
+
 def test_soft_of_rank_zero_frees_nothing() -> None:
     assert free(ness.Soft(ness.Rank(0)), 4, 3, 0) == [0, 0, 0]
 

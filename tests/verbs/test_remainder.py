@@ -356,3 +356,76 @@ def test_nothing_is_known_of_an_empty_remainder() -> None:
         [],
         dict.fromkeys(("weight", "bias"), "added since the last observe"),
     )
+
+
+# -- what is trainable and unprotected ------------------------------------------------------------------------------
+
+REST = {"wte.weight": 360, "norm.weight": 12, "norm.bias": 12, "scale": 12, "head.weight": 36, "head.bias": 3}
+HEAD = {"head.weight": 36, "head.bias": 3}
+
+
+def test_unprotected_lists_all_that_trains_beside_protected_layers() -> None:
+    model, guard, _ = observed()
+    assert guard.unprotected == {name: REST[name] for name in ("scale", *list(REST)[:3], *HEAD)}
+    guard.constrain()
+    assert guard.unprotected == HEAD
+    model.wte.weight.requires_grad_(True)  # unfrozen after observing
+    assert guard.unprotected == {"wte.weight": 360, **HEAD}
+    dict(model.named_parameters())["first.weight"].requires_grad_(True)  # beside its own update
+    assert guard.unprotected == {"wte.weight": 360, "first.weight": 144, **HEAD}
+    printed = str(guard.certificate())
+    assert "trainable and unprotected: 543 of the model's 747 numbers" in printed
+    for name, numbers in guard.unprotected.items():
+        assert any(line.split() == [name, str(numbers)] for line in printed.splitlines())
+    assert {id(p) for p in guard.parameters()} >= {id(dict(model.named_parameters())[n]) for n in guard.unprotected}
+    guard.merge()
+    assert dict(sorted(guard.unprotected.items())) == dict(sorted(REST.items()))
+    model.requires_grad_(False)
+    assert guard.unprotected == {}
+    assert "unprotected" not in str(guard.certificate())
+
+
+def test_before_the_first_observe_nothing_is_protected() -> None:
+    model = Whole()
+    guard = ness.NullSpace(model, exclude=["head"])
+    assert guard.unprotected == {name: p.numel() for name, p in model.named_parameters()}
+
+
+def test_a_layer_that_saw_no_row_is_unprotected_while_it_trains() -> None:
+    model, guard, tokens = observed()
+    model.spare = nn.Linear(3, 2)
+    assert guard.unprotected.keys() - REST.keys() == {"spare.weight", "spare.bias"}
+    guard.observe(tokens)
+    assert guard.unprotected.keys() - REST.keys() == {"spare.weight", "spare.bias"}
+    guard.constrain()
+    assert guard.unprotected == HEAD
+
+
+def test_norms_that_a_task_trains_are_listed_while_they_train() -> None:
+    _, guard, _ = observed(norm="per_task")
+    guard.constrain(task="b")
+    assert guard.unprotected == {"norm.weight": 12, "norm.bias": 12, **HEAD}
+
+
+def test_a_parameter_with_two_names_is_listed_once() -> None:
+    model, _, tokens = observed()
+    model.more = nn.Embedding(30, 12)
+    model.more.weight = model.wte.weight
+    guard = ness.NullSpace(model, exclude=["head", "wte", "more"])
+    guard.observe(tokens)
+    guard.constrain()
+    assert guard.unprotected == {"wte.weight": 360, **HEAD}
+
+
+def test_a_part_of_a_stacked_weight_that_is_not_protected_is_listed() -> None:
+    attention = nn.MultiheadAttention(8, 2, batch_first=True)
+    model = named(attention=attention)
+    guard = ness.NullSpace(model, rule=ness.Rank(2), include=["attention.in_proj.q"])
+
+    def forward(m: nn.Module, batch: Tensor) -> Tensor:
+        return m.attention(batch, batch, batch, need_weights=False)[0]  # type: ignore[operator, no-any-return]
+
+    guard.observe([torch.randn(20, 5, 8)], forward)
+    assert guard.unprotected["attention.in_proj_weight"] == attention.in_proj_weight.numel()
+    guard.constrain()
+    assert guard.unprotected == {}

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ness._files import write_bytes
 from ness.cli.arguments import Common, Request, parse
 from ness.cli.display import CommandClock, display
 from ness.cli.main import WrongUse
@@ -138,7 +139,7 @@ def table(tried: Sequence[Trial], chosen: Trial) -> str:
 
 
 def write(path: Path, request: Request, chosen: Trial) -> None:
-    """Writes the choice as a file for --config, under a temporary name first."""
+    """Writes the choice as a file for --config."""
     own = request.own
     values = {"benchmark": own.benchmark, "method": own.method, "preset": own.preset}
     seeds = " ".join(map(str, own.seeds))
@@ -146,10 +147,5 @@ def write(path: Path, request: Request, chosen: Trial) -> None:
         f"chosen by `ness tune` on the validation data of the first {own.first_tasks} tasks, seeds {seeds}",
         f"validation ACC {chosen.acc:.2f}, BWT {chosen.bwt:+.2f}; tried: {' '.join(own.over)}",
     ]
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(as_toml({**values, **request.changes, **chosen.values}, remarks), encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise NessError(f"cannot write {path} ({error.strerror}); choose another --write") from error
+    text = as_toml({**values, **request.changes, **chosen.values}, remarks)
+    write_bytes(path, text.encode(), "choose another --write")

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.text import Text
 
 from ness.cli.main import WrongUse
-from ness.errors import NessError
+from ness.errors import NessError, printable
 from ness.lab.runs.status import Standing, State, StatusMonitor, time_left
 from ness.report.formats import HEADER as HEAD_OF_TABLE
 from ness.report.formats import aligned, cells
@@ -86,7 +86,8 @@ def screen(found: Sequence[Standing], height: int | None = None) -> str:
         parts.append(aligned([HEADER, *(line(one) for one in pending[:room])]))
         if len(pending) > room:
             parts.append(f"… and {len(pending) - room} more\n")
-    return "\n".join([*parts, table] if table else parts)
+    notes = "".join(f"{printable(one.note)}\n" for one in found if one.note)
+    return "\n".join([*parts, *([table] if table else []), *([notes] if notes else [])])
 
 
 def headline(found: Sequence[Standing]) -> str:
@@ -112,9 +113,15 @@ def line(one: Standing) -> tuple[str, ...]:
     if asked.setting != "fixed":
         name += f" ({asked.setting})"
     if one.state in ("waiting", "damaged"):
-        return name, one.state, "", "result.json is no result: --again" if one.state == "damaged" else "", ""
+        return (
+            name,
+            one.state,
+            "",
+            "result.json is no result: --again" if one.state == "damaged" and not one.note else "",
+            "",
+        )
     if one.state == "failed":
-        return name, one.state, "", str(past.failed).splitlines()[0][:100] if past.failed else "", ""
+        return name, one.state, "", printable(str(past.failed))[:100] if past.failed else "", ""
     lessons = f"/{asked.lessons}" if asked.lessons else ""
     now = f"task {past.learnt + 1}{lessons} epoch {past.epoch}/{asked.epochs}"
     if past.valid_accuracy is not None:

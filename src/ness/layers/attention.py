@@ -30,7 +30,7 @@ class AttentionInput(Layer):
         else:
             self.weight_name = f"{letter}_proj_weight"
         self.bias_name, self.bias_part = "in_proj_bias", part
-        self.outputs, self.fan_in = module.embed_dim, self.weight.shape[1]
+        self.outputs, self.fan_in, self.batch_first = module.embed_dim, self.weight.shape[1], module.batch_first
 
     @classmethod
     def find(cls, name: str, module: nn.Module) -> list[Layer]:
@@ -48,7 +48,7 @@ class AttentionInput(Layer):
             bias = None if self.bias is None else matrix[:, -1]
             rows = x.reshape(1, -1, self.fan_in)
             outputs = F.linear(rows, matrix[:, : self.fan_in].to(rows), None if bias is None else bias.to(rows))
-            record(rows, outputs)
+            record(rows, outputs.view(*x.shape[:-1], self.outputs))
 
         return module.register_forward_hook(hook, with_kwargs=True, prepend=True)
 
@@ -65,6 +65,7 @@ class AttentionOutput(LinearLayer):
     def __init__(self, name: str, module: nn.MultiheadAttention) -> None:
         super().__init__(f"{name}.out_proj" if name else "out_proj", module.out_proj)
         self.attentions: list[nn.Module] = [module]
+        self.batch_first = module.batch_first
 
     @property
     def hosts(self) -> Sequence[nn.Module]:

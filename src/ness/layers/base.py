@@ -36,6 +36,7 @@ class Layer(ABC):
     bias_name: str | None = "bias"
     weight_part: slice | None = None
     bias_part: slice | None = None
+    batch_first: bool | None = None  # whether calls are (B, T, …), where the module itself says so; False: (T, B, …)
     groups: int = 1
     outputs: int  # o, output units a group
     fan_in: int  # d, inputs a group, the constant 1 of a bias not counted
@@ -62,6 +63,10 @@ class Layer(ABC):
     @abstractmethod
     def watch(self, module: nn.Module, record: Record) -> RemovableHandle:
         """Call `record(rows, outputs)` once at every forward call of `module`, one of the hosts."""
+
+    def by_position(self, outputs: Tensor) -> Tensor:
+        """The outputs of one call with their units last, (*positions, units): a position for every row of a group."""
+        return outputs
 
     # -- parameters -------------------------------------------------------------------------------------------------
 

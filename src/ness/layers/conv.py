@@ -41,6 +41,10 @@ class ConvLayer(Layer):
 
         return module.register_forward_hook(hook, with_kwargs=True, prepend=True)
 
+    def by_position(self, outputs: Tensor) -> Tensor:
+        """(b, o, *positions) to (b, *positions, o)."""
+        return outputs.movedim(1, -1)
+
     def patches(self, module: nn.Module, x: Tensor) -> Rows:
         """Patches (groups, n, d) of images (b, c, …), padded, strided and dilated as the layer itself does it.
 

@@ -1,12 +1,13 @@
 """Finds runs below folders: the records of finished ones, and what is wrong with the others."""
 
-import json
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ness.errors import NessError
+from ness._sealed import read_json
+from ness.errors import NessError, printable
 from ness.report.records import Record, from_result
 
 
@@ -19,7 +20,7 @@ class Problem:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.folder}: {self.state}: {self.reason}"
+        return printable(f"{self.folder}: {self.state}: {self.reason}")
 
 
 @dataclass(frozen=True)
@@ -62,29 +63,30 @@ def _run_folders(paths: Iterable[Path]) -> Iterator[Path]:
         for folder in sorted(below):
             if folder.resolve() not in seen:
                 seen.add(folder.resolve())
-                if (folder / "result.json").exists() or is_begun(folder):
+                if os.path.lexists(folder / "result.json") or is_begun(folder):
                     yield folder
 
 
 def is_begun(folder: Path) -> bool:
     """Whether a folder without a result is a run's: its config names one, or it is damaged beside a log."""
     try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        config = read_json(folder / "config.json")
+    except (OSError, NessError):
         return (folder / "events.jsonl").exists()
-    return isinstance(config, dict) and {"benchmark", "method", "seed"} <= config.keys()
+    return {"benchmark", "method", "seed"} <= config.keys()
 
 
 def _read(folder: Path) -> Record | Problem:
     path = folder / "result.json"
-    if not path.exists():
-        return Problem(folder, "unfinished", "there is no result.json; the same command goes on with it")
     try:
-        result = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        return Problem(folder, "damaged", f"result.json cannot be read ({error}); run it with --again")
-    if not isinstance(result, dict):
-        return Problem(folder, "damaged", f"result.json holds a {type(result).__name__}, expected an object")
+        result = read_json(path)
+    except FileNotFoundError:
+        if not path.is_symlink():
+            return Problem(folder, "unfinished", "there is no result.json; the same command goes on with it")
+        return Problem(folder, "damaged", "result.json is a link to nothing; remove it, or put the record there")
+    except NessError as error:
+        said = str(error).removeprefix(f"{path}: ")
+        return Problem(folder, "damaged", f"result.json cannot be read ({said}); run it with --again")
     try:
         return from_result(result, "result.json")
     except NessError as error:

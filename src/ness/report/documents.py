@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from ness._files import write_bytes
 from ness.errors import NessError
 from ness.lab.runs.experiment import Experiment, read
 from ness.lab.runs.jobs import Job
@@ -209,7 +210,7 @@ def main(argv: Sequence[str]) -> int:
         if renew(one, root):
             sys.stdout.write(f"{one.file}\n")
     for path, text in texts.items():
-        path.write_text(text, encoding="utf-8", newline="\n")
+        write_bytes(path, text.encode())
         sys.stdout.write(f"{path}\n")
     return 0
 

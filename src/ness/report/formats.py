@@ -4,12 +4,14 @@ import csv
 import io
 from collections.abc import Callable, Mapping, Sequence
 
+from ness.errors import printable
 from ness.report.latex import table_one
 from ness.report.number_format import number, printed
 from ness.report.table import Measured, Row
 
 HEADER = ("benchmark", "method", "setting", "seeds", "ACC", "BWT", "forgetting", "learning", "forward", "seconds")
 NOT_RUN = "not run yet"
+FORMULA = ("=", "+", "-", "@", "\uff1d", "\uff0b", "\uff0d", "\uff20")  # wide ones too
 PAPER = ("paper ACC", "paper BWT")
 
 
@@ -47,6 +49,7 @@ def text(rows: Sequence[Row]) -> str:
 
 def aligned(lines: Sequence[tuple[str, ...]]) -> str:
     """A header and its lines, columns aligned with blanks, a rule under the header."""
+    lines = [tuple(map(printable, line)) for line in lines]
     widths = [max(len(line[column]) for line in lines) for column in range(len(lines[0]))]
     shown = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines]
     return "\n".join([shown[0], "  ".join("─" * width for width in widths), *shown[1:]]) + "\n"
@@ -62,7 +65,8 @@ def pipes(lines: Sequence[Sequence[str]]) -> str:
     """Lines of a Markdown table; what would end a cell or begin a tag is escaped."""
 
     def cell(text: str) -> str:
-        return " ".join(text.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;").split())
+        plain = printable(" ".join(text.split()))
+        return plain.replace("\\", "\\\\").replace("|", "\\|").replace("<", "&lt;")
 
     return "".join("| " + " | ".join(map(cell, line)) + " |\n" for line in lines)
 
@@ -87,10 +91,21 @@ def comma_separated(rows: Sequence[Row]) -> str:
 
 
 def commas(lines: Sequence[Sequence[object]]) -> str:
-    """Lines of a CSV file."""
+    r"""Lines of a CSV file; text that a spreadsheet would take for a formula begins with an apostrophe.
+
+    >>> commas([["=1+1", "-5", -5.0]])
+    "'=1+1,'-5,-5.0\n"
+    """
     out = io.StringIO()
-    csv.writer(out, lineterminator="\n").writerows(lines)
+    csv.writer(out, lineterminator="\n").writerows([_harmless(cell) for cell in line] for line in lines)
     return out.getvalue()
+
+
+def _harmless(cell: object) -> object:
+    if not isinstance(cell, str):
+        return cell
+    text = printable(cell)
+    return f"'{text}" if text.lstrip().startswith(FORMULA) else text
 
 
 FORMATS: Mapping[str, Callable[[Sequence[Row]], str]] = {

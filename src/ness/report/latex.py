@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from ness.errors import printable
 from ness.report.highlight import Mark, Marks, marks
 from ness.report.number_format import number
 from ness.report.table import Measured, Row
@@ -17,7 +18,7 @@ SPECIAL = {"&": "\\&", "%": "\\%", "#": "\\#", "_": "\\_", "$": "\\$", "{": "\\{
 
 def escape(plain: str) -> str:
     """The text with everything that LaTeX would take for a command made harmless."""
-    return "".join((SPECIAL | UNICODE).get(letter, letter) for letter in plain)
+    return "".join((SPECIAL | UNICODE).get(letter) or printable(letter) for letter in plain)
 
 
 def booktabs(header: Sequence[str], lines: Sequence[Sequence[str]], columns: str) -> str:

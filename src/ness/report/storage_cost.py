@@ -73,13 +73,13 @@ def _point(one: Planned) -> Point:
     kept, layers = most_kept(one.runs), shared_layers(one.job, one.runs[0])
     if kept is None or one.row.acc is None:
         raise NessError(f"the runs of {one.job.title!r} do not say what a task keeps; run them again")
-    with_bias = tuple((outputs, fan_in + bias) for outputs, fan_in, bias in layers)
+    weights = tuple((outputs, fan_in) for outputs, fan_in, _ in layers)
     acc, deviation = one.row.acc
     return Point(
         name=one.job.title,
         apart=not one.job.changes.keys() <= {"private"},
         default=one.job.settings.private is None,
-        directions=private_directions(one.job.settings, with_bias, norm_numbers(_network(one.job))),
+        directions=private_directions(one.job.settings, weights, norm_numbers(_network(one.job))),
         kept=kept,
         percent=round(100 * kept / sum(outputs * fan_in for outputs, fan_in, _ in layers), 4),
         acc=round(acc, 4),

@@ -1,9 +1,9 @@
 """Writes the report of a set of runs: the page, every table in three formats, every figure in three."""
 
-import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from ness._files import make_folder, reason, write_bytes
 from ness.errors import NessError
 from ness.report import detail_tables, draw, formats, groups
 from ness.report.collect import Found
@@ -20,6 +20,7 @@ TABLES = {"table.md": "markdown", "table.csv": "csv", "table.tex": "latex"}
 def write(found: Found, folder: Path, each_run: bool = False) -> Iterator[Path]:
     """The paths, each when it is written: the page first, then the tables, then the figures."""
     try:
+        make_folder(folder)
         yield _file(folder / "report.html", page(found))
         yield from tables(found, folder)
         settings = groups.settings(found.records)
@@ -28,7 +29,7 @@ def write(found: Found, folder: Path, each_run: bool = False) -> Iterator[Path]:
         if each_run:
             yield from _figures(draw.of_runs(settings), folder / "figures" / "runs")
     except OSError as error:
-        raise NessError(f"cannot write the report to {folder} ({error.strerror}); choose another --out") from error
+        raise NessError(f"cannot write the report to {folder} ({reason(error)}); choose another --out") from error
 
 
 def tables(found: Found, folder: Path) -> Iterator[Path]:
@@ -60,8 +61,5 @@ def _figures(drawings: Iterable[tuple[str, Drawing]], folder: Path) -> Iterator[
 
 def _file(path: Path, text: str) -> Path:
     """Writes a file whole or not at all."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8", newline="\n")
-    temporary.replace(path)
+    write_bytes(path, text.encode(), "choose another --out")
     return path

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any, ClassVar
 
@@ -14,6 +14,8 @@ from ness.statistics.spectrum import Spectrum
 
 TIE_SLACK = 1e-12  # σ ≤ τ up to this relative slack: a tie counts as small
 SOFT_CUTOFF = 0.02  # soft weights below this are dropped
+SMALLEST, DIGITS = -20, 900  # the steps that advice is given in: three digits each, from 1e-18 to 1
+LARGEST_COUNT = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,17 @@ class Rule:
         """A selection for every layer."""
         raise NotImplementedError(f"{type(self).__name__} must implement select(spectra)")
 
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """The strictest rule of this kind that frees something, where this one frees nothing: what to advise.
+
+        Args:
+            frees: whether a rule leaves some direction of some layer free.
+
+        Returns:
+            The rule, in three digits; None where no value frees anything, or where the kind does not know.
+        """
+        return None
+
     def limit(self, task: int) -> float:
         """The most that T² = Σ_j rel_j² may be once the n-th constrained task is merged; relative rules alone."""
         return float("inf")
@@ -57,6 +70,33 @@ class Rule:
     def expect(self, known: float | None, measured: float | None) -> float | None:
         """ρ² to expect of the next update, from that of the last and what it was; None: it could move no old output."""
         return known if measured is None else measured
+
+
+def strictest_share(build: Callable[[float], Rule], frees: Callable[[Rule], bool]) -> Rule | None:
+    """The rule with the smallest share in (0, 1], in three digits, that frees something."""
+
+    def share(step: int) -> float:
+        return float(f"{100 + step % DIGITS}e{SMALLEST + step // DIGITS}")
+
+    return _first(lambda step: build(share(step)), frees, 0, (-2 - SMALLEST) * DIGITS)
+
+
+def strictest_count(build: Callable[[int], Rule], frees: Callable[[Rule], bool], above: int) -> Rule | None:
+    """The rule with the smallest whole number above this one that frees something."""
+    most = above + 1
+    while most < LARGEST_COUNT and not frees(build(most)):
+        most *= 2
+    return _first(build, frees, above + 1, most)
+
+
+def _first(build: Callable[[int], Rule], frees: Callable[[Rule], bool], low: int, high: int) -> Rule | None:
+    """By halves: the more is allowed, the more is free."""
+    if not frees(build(high)):
+        return None
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if frees(build(middle)) else (middle + 1, high)
+    return build(high)
 
 
 def at_most(sigma: Tensor, threshold: Tensor) -> Tensor:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -16,6 +16,7 @@ from ness.rules.base import (
     at_most,
     check_fraction,
     soft_selection,
+    strictest_share,
 )
 from ness.statistics.relative import solve_threshold, spending_limit
 from ness.statistics.spectrum import Spectrum
@@ -91,3 +92,7 @@ class Within(Rule):
             free = at_most(sigma, threshold)
             chosen[layer] = Selection(torch.where(free > 0, free, soft_selection(sigma, threshold)), threshold)
         return chosen
+
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """With a larger drift."""
+        return strictest_share(lambda drift: replace(self, drift=drift), frees)

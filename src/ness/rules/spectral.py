@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -18,6 +18,8 @@ from ness.rules.base import (
     check_fraction,
     hard_selection,
     soft_selection,
+    strictest_count,
+    strictest_share,
 )
 from ness.statistics.spectrum import Spectrum
 
@@ -46,6 +48,10 @@ class Nuclear(Rule):
             chosen[layer] = Selection(at_most(spectrum.sigma, threshold), threshold)
         return chosen
 
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """With a larger eps."""
+        return strictest_share(lambda eps: replace(self, eps=eps), frees)
+
 
 @dataclass(frozen=True)
 class Frobenius(Rule):
@@ -64,6 +70,10 @@ class Frobenius(Rule):
             threshold = self.eps * spectrum.every_sigma.square().sum(dim=-1).sqrt()
             chosen[layer] = Selection(at_most(spectrum.sigma, threshold), threshold)
         return chosen
+
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """With a larger eps."""
+        return strictest_share(lambda eps: replace(self, eps=eps), frees)
 
 
 @dataclass(frozen=True)
@@ -88,6 +98,10 @@ class Energy(Rule):
             chosen[layer] = hard_selection(spectrum.sigma, free.to(energy.dtype))
         return chosen
 
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """That protects less: the share it gives up is the smallest."""
+        return strictest_share(lambda share: replace(self, keep=round(1 - share, 15)), frees)
+
 
 @dataclass(frozen=True)
 class Rank(Rule):
@@ -107,6 +121,10 @@ class Rank(Rule):
             weights[:, : self.r] = 1
             chosen[layer] = hard_selection(spectrum.sigma, weights)
         return chosen
+
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """With a larger r."""
+        return strictest_count(lambda r: replace(self, r=r), frees, self.r)
 
 
 @dataclass(frozen=True)
@@ -141,6 +159,10 @@ class Budget(Rule):
             for (layer, spectrum), part in zip(spectra.items(), parts, strict=True)
         }
 
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """With more parameters."""
+        return strictest_count(lambda parameters: replace(self, parameters=parameters), frees, self.parameters)
+
 
 @dataclass(frozen=True)
 class Soft(Rule):
@@ -164,3 +186,8 @@ class Soft(Rule):
             soft = soft_selection(spectra[layer].sigma, hard.threshold)
             chosen[layer] = Selection(torch.where(hard.weights > 0, hard.weights, soft), hard.threshold)
         return chosen
+
+    def looser(self, frees: Callable[[Rule], bool]) -> Rule | None:
+        """On a looser rule: the strictest that frees something once it is soft."""
+        inner = self.rule.looser(lambda rule: frees(Soft(rule)))
+        return None if inner is None else Soft(inner)

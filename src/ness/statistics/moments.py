@@ -21,7 +21,11 @@ from ness.statistics.gram import Gram
 
 @dataclass
 class Moments:
-    """The moments of one layer: Gram S₀, cross S₁, square S₂ (per group) and the outputs' own energy Σ‖y‖²."""
+    """The moments of one layer: Gram S₀, cross S₁, square S₂ (per group) and the outputs' own energy Σ‖y‖².
+
+    Its methods take new tensors and write to none, so that a copy (`copy.copy`) can go its own way. Rows are added in
+    place, to moments that are `opened` for them.
+    """
 
     gram: Gram  # S₀ and the number of rows
     cross: Tensor  # S₁, (groups, o, d)
@@ -46,12 +50,17 @@ class Moments:
 
     def add_(self, other: Moments, weight: float = 1.0) -> None:
         """Add the moments of other rows, taken against the same anchor, each row `weight` times."""
-        self.gram.matrix.add_(other.gram.matrix, alpha=weight)
-        self.gram.count += other.gram.count
-        self.cross.add_(other.cross, alpha=weight)
-        self.square.add_(other.square, alpha=weight)
-        self.energy.add_(other.energy, alpha=weight)
+        count = self.gram.count + other.gram.count
+        self.gram = Gram(self.gram.matrix.add(other.gram.matrix, alpha=weight), count)
+        self.cross = self.cross.add(other.cross, alpha=weight)
+        self.square = self.square.add(other.square, alpha=weight)
+        self.energy = self.energy.add(other.energy, alpha=weight)
         self.calls += other.calls
+
+    def opened(self) -> Moments:
+        """The same, with a Gram and an energy of its own that rows can be added to in place."""
+        gram = Gram(self.gram.matrix.clone(), self.gram.count)
+        return Moments(gram, self.cross, self.square, self.energy.clone(), self.calls)
 
     def drift(self, change: Tensor) -> Tensor:
         """Σ‖(W − W_t) x‖² of each group (groups,) for D = W − W_a (groups, o, d) in float64."""
@@ -66,4 +75,4 @@ class Moments:
         if not bool(change.any()):
             return
         self.square = self.drift(change)
-        self.cross -= change @ self.gram.matrix
+        self.cross = self.cross - change @ self.gram.matrix

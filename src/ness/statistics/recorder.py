@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,14 +11,21 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ness import distributed
+from ness._precision import ordinarily
 from ness.errors import NessError
 from ness.layers import Layer, Record, Rows
 from ness.statistics.gram import add_gram_
 from ness.statistics.moments import Moments
+from ness.statistics.padding import Masking, is_mapping
 
 Forward = Callable[[nn.Module, Any], Any]
+
+
+class NotFinite(NessError):
+    """A batch held NaN or Inf: the batches before it count."""
 
 
 READ_EVERY = 64  # passes between two looks at what the device found: a long pass over bad data does not go on for ever
@@ -50,24 +58,54 @@ class Recorder:
     that decides. The host learns of it in `check`.
     """
 
-    def __init__(self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64) -> None:
-        self.open_books, self.dtype = open_books, dtype
+    def __init__(
+        self, open_books: Callable[[str], Moments], dtype: torch.dtype = torch.float64, masking: Masking | None = None
+    ) -> None:
+        self.open_books, self.dtype, self.masking = open_books, dtype, masking
+        self.unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
+        self.rows = self.padding = 0  # rows that were recorded, and those that were left out
         self.staged: dict[str, Staged] = {}
         self.unread: list[Pass] = []
         self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
 
     def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         """Add one forward call of one layer to the pass under way."""
-        with torch.inference_mode(False), torch.no_grad():  # what is booked here is written to outside that mode
-            books, added = self.open_books(layer.name), energy(outputs)
-            staged = self.staged.get(layer.name)
-            if staged is None:
-                staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
-            else:
-                staged.energy = staged.energy + added
-            add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
-        staged.count += rows.numel() // (layer.groups * layer.fan_in)
+        ordinarily(self._record, layer, rows, outputs)  # what is booked here is written to outside inference mode
+
+    @torch.no_grad()
+    def _record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
+        rows, outputs = self._without_padding(layer, rows, outputs)
+        books, added = self.open_books(layer.name), energy(outputs)
+        staged = self.staged.get(layer.name)
+        if staged is None:
+            staged = self.staged[layer.name] = Staged(books.gram.matrix.clone(), added)
+        else:
+            staged.energy = staged.energy + added
+        add_gram_(staged.matrix, rows.detach(), layer.fan_in, self.dtype)
+        count = rows.numel() // (layer.groups * layer.fan_in)
+        staged.count += count
+        self.rows += count
         staged.calls += 1
+
+    def _without_padding(self, layer: Layer, rows: Rows, outputs: Tensor) -> tuple[Rows, Tensor]:
+        """The rows and outputs of one call that are no padding."""
+        padding = None if self.masking is None else self.masking.now
+        if padding is None or not padding.needed:
+            return rows, outputs
+        positions = layer.by_position(outputs)
+        index, doubt = padding.real_rows(layer, rows, tuple(positions.shape[:-1]))
+        if doubt is not None:
+            self.unmasked.setdefault(layer.name, doubt)
+        if index is None:
+            return rows, outputs
+        flat = rows.reshape(layer.groups, -1, layer.fan_in)
+        self.padding += flat.shape[1] - len(index)
+        return flat.index_select(1, index), positions.reshape(flat.shape[1], -1).index_select(0, index)
+
+    def check_rows(self) -> None:
+        """Refuse to have been shown nothing but padding."""
+        if self.padding and not self.rows:
+            nothing_seen("every token is padding")
 
     def drop(self) -> None:
         """Forget the pass under way: it broke off."""
@@ -118,7 +156,7 @@ class Recorder:
                     books.gram.count -= count
                     books.calls -= one.calls[name]
         if problem is not None:
-            raise NessError(problem)
+            raise NotFinite(problem)
 
 
 def energy(outputs: Tensor) -> Tensor:
@@ -132,31 +170,83 @@ def energy(outputs: Tensor) -> Tensor:
     return wide.dot(wide)
 
 
+class Watch:
+    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
+
+    Passes of other threads are not recorded. Attention's fast paths read weights without calling the layers; they are
+    switched off meanwhile. `close` can be called at any time, and again: it puts back what there was when the watch was
+    made, whatever `open` came to.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Iterable[Layer],
+        record: Callable[[Layer, Rows, Tensor], None],
+        masking: Masking | None = None,
+    ) -> None:
+        self.model, self.layers, self.record, self.masking = model, list(layers), record, masking
+        self.thread = threading.get_ident()
+        self.modes = [(module, module.training) for module in model.modules()]
+        self.fast_path, self.grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+        hosts = dict.fromkeys([*model.modules(), *(host for layer in self.layers for host in layer.hosts)])
+        self.hooks = [(hooks, set(hooks)) for host in hosts for hooks in _hooks_of(host)]
+        self.handles: list[RemovableHandle] = []
+        self.on = True
+
+    def open(self) -> None:
+        """Begin."""
+        torch.backends.mha.set_fastpath_enabled(False)
+        for layer in self.layers:
+            for host in layer.hosts:
+                self.handles.append(layer.watch(host, self._bound(layer)))
+        if self.masking is not None:
+            self.masking.follow(self.handles)
+        self.model.eval()
+        torch.set_grad_enabled(False)
+
+    def close(self) -> None:
+        """End."""
+        if not self.on:
+            return
+        for handle in self.handles:
+            handle.remove()
+        for hooks, known in self.hooks:  # one whose handle was lost on the way
+            for key in [key for key, hook in hooks.items() if key not in known and _is_ours(hook)]:
+                hooks.pop(key, None)
+        for module, mode in self.modes:
+            module.training = mode
+        torch.set_grad_enabled(self.grad)
+        torch.backends.mha.set_fastpath_enabled(self.fast_path)
+        self.on = False
+
+    def _bound(self, layer: Layer) -> Record:
+        def record(rows: Rows, outputs: Tensor) -> None:
+            if self.on and threading.get_ident() == self.thread:
+                self.record(layer, rows, outputs)
+
+        return record
+
+
+def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
+    return [module._forward_hooks, module._forward_pre_hooks]
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith(("ness.layers", "ness.statistics"))
+
+
 @contextmanager
 def watching(
     model: nn.Module, layers: Iterable[Layer], record: Callable[[Layer, Rows, Tensor], None]
 ) -> Iterator[None]:
-    """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
-
-    Attention's fast paths read weights without calling the layers; they are switched off meanwhile.
-    """
-    modes = [(module, module.training) for module in model.modules()]
-    fast_path = torch.backends.mha.get_fastpath_enabled()
-    handles = []
+    """A `Watch` for the time of a `with`."""
+    watch = Watch(model, layers, record)
     try:
-        torch.backends.mha.set_fastpath_enabled(False)
-        for layer in layers:
-            for host in layer.hosts:
-                handles.append(layer.watch(host, _bound(record, layer)))
-        model.eval()
-        with torch.no_grad():
-            yield
+        watch.open()
+        yield
     finally:
-        for handle in handles:
-            handle.remove()
-        for module, mode in modes:
-            module.training = mode
-        torch.backends.mha.set_fastpath_enabled(fast_path)
+        watch.close()
 
 
 @contextmanager
@@ -166,12 +256,16 @@ def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
     A model may call itself: what counts as a pass is its outermost call.
     """
     passes, errors = 0, []  # what was being handled when each call that is under way began
+    thread = threading.get_ident()
 
     def begins(*_: Any) -> None:
-        errors.append(sys.exception())
+        if threading.get_ident() == thread:
+            errors.append(sys.exception())
 
     def ends(*_: Any) -> None:
         nonlocal passes
+        if threading.get_ident() != thread or not errors:
+            return
         if (
             sys.exception() is not errors.pop()
         ):  # the call breaks off, and every call around it unless somebody mends it
@@ -180,7 +274,11 @@ def passes_of(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             recorder.end(f"pass {passes}")
             passes += 1
 
-    handles = [model.register_forward_pre_hook(begins), model.register_forward_hook(ends, always_call=True)]
+    # before any hook that may raise, since `ends` is called whatever happens
+    handles = [
+        model.register_forward_pre_hook(begins, prepend=True),
+        model.register_forward_hook(ends, always_call=True),
+    ]
     try:
         yield
     finally:
@@ -197,13 +295,9 @@ def nothing_seen(what: str) -> None:
         raise NessError(f"observe: {what}, so nothing new is protected; is a generator used up, or a loader empty?")
 
 
-def _bound(record: Callable[[Layer, Rows, Tensor], None], layer: Layer) -> Record:
-    return lambda rows, outputs: record(layer, rows, outputs)
-
-
 def batches_of(batches: Any) -> Iterable[Any]:
     """Any iterable of batches; a bare tensor or a dict is one batch."""
-    if isinstance(batches, (Tensor, Mapping)):
+    if isinstance(batches, Tensor) or is_mapping(batches):
         return [batches]
     if not isinstance(batches, Iterable):
         raise NessError(f"observe: found {type(batches).__name__}, expected batches: an iterable, or one tensor")
@@ -217,7 +311,7 @@ def call_model(model: nn.Module, batch: Any, forward: Forward | None) -> Any:
         return forward(model, batch)
     if isinstance(batch, Tensor):
         return model(batch)
-    if isinstance(batch, Mapping):
+    if is_mapping(batch):
         return model(**batch)
     if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], Tensor):
         return model(batch[0])
@@ -237,8 +331,8 @@ def to_device(value: Any, device: torch.device) -> Any:
     """Tensors moved to a device, inside tuples, lists and dicts too."""
     if isinstance(value, Tensor):
         return value.to(device)
-    if isinstance(value, Mapping):
-        return {key: to_device(item, device) for key, item in value.items()}
+    if is_mapping(value):
+        return {key: to_device(value[key], device) for key in value.keys()}  # noqa: SIM118
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(to_device(item, device) for item in value))
     if isinstance(value, (tuple, list)):

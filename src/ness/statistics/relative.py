@@ -11,8 +11,9 @@ when the task is over, so the newest task's rows wait in `fresh` until the next 
 
 from __future__ import annotations
 
+import copy
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class Relative:
     fresh: Moments | None = None  # of the newest task, undivided
     travel: float | None = None  # see BudgetInfo
     silent: bool = False  # some task's rows all gave 0: no fraction of nothing is a change, so the layer stays as it is
+
+    def copy(self) -> Relative:
+        """Another one that knows the same and can go its own way."""
+        return replace(self, folded=copy.copy(self.folded), fresh=copy.copy(self.fresh))
 
     @property
     def gram(self) -> Tensor:

@@ -87,7 +87,7 @@ def symmetric_eigen(gram: Tensor, name: str = "layer") -> tuple[Tensor, Tensor]:
             return eigenvalues.to(gram.device), directions.to(gram.device)
     raise NessError(
         f"layer {name!r}: no eigen-solver converged on its Gram {tuple(gram.shape)}; "
-        "exclude the layer, or observe inputs of a more even scale"
+        "observe inputs of a more even scale, or leave the layer out with include=, so that it stays frozen"
     )
 
 

@@ -64,7 +64,7 @@ def decode(content: bytes, path: Path) -> dict[str, Any]:
     if schema < 1:
         raise NessError(f"{path}: damaged: its schema is {schema}, expected 1 to {SCHEMA}; save the guard again")
     if schema >= SIGNED_SINCE or "sha256" in manifest:
-        _check_signature(content, path)
+        check_signature(content, path)
         del manifest["sha256"]
     elif manifest.keys() - _UNSIGNED:
         unknown = min(manifest.keys() - _UNSIGNED)
@@ -78,12 +78,19 @@ def tensors_name(digest: str, token: str) -> str:
     return f"tensors-{digest[:16]}-{token}.safetensors"
 
 
-def _check_signature(content: bytes, path: Path) -> None:
+def check_signature(content: bytes, path: Path, again: str = "save the guard again") -> None:
+    """Refuse a manifest whose first line is not the checksum of the others.
+
+    Args:
+        content: the file's bytes.
+        path: what errors call it.
+        again: what to do then.
+    """
     found = _SIGNATURE.match(content)
     if found is None:
-        raise NessError(f"{path}: damaged: it does not begin with its checksum; save the guard again")
+        raise NessError(f"{path}: damaged: it does not begin with its checksum; {again}")
     if hashlib.sha256(content[found.end() :]).hexdigest().encode() != found[1]:
-        raise NessError(f"{path}: damaged: altered since it was written (its checksum differs); save the guard again")
+        raise NessError(f"{path}: damaged: altered since it was written (its checksum differs); {again}")
 
 
 def _check_tensors(manifest: Mapping[str, Any], schema: int, path: Path) -> None:

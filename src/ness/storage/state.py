@@ -10,14 +10,17 @@ import torch
 from torch import Tensor, nn
 
 from ness.errors import NessError
-from ness.layers.norms import NormValues, read_norms, write_norms
+from ness.layers import Layer
+from ness.layers.norms import NormValues, norm_swaps, read_norms
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
-from ness.updates.constraint import Constraint, Figures
+from ness.tasks import Tasks
+from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
+from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.update import Projector, Update
 from ness.verbs.remainder import Remainder
@@ -53,6 +56,7 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
         "phase": guard._phase,
         "form": guard._form,
         "idle": dict(guard._idle),
+        **({"unmasked": dict(guard._unmasked)} if guard._unmasked else {}),
         "layers": layers,
         "rest": guard._remainder.pack(guard.model, tensors),
         "tasks": {
@@ -95,13 +99,17 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
         tensors[f"{at}/directions"] = protected.directions
     if protected.shared is not None:
         tensors[f"{at}/shared"] = protected.shared
-    constraint = protected.constraint
+    factors, constraint = protected.factors, protected.constraint
+    if factors is not None and factors.left.numel() + factors.right.numel() < protected.anchor.numel():
+        entry["factors"] = factors.rank  # of an update at low rank; at full width they are larger than the layer
+        tensors |= {f"{at}/left": factors.left, f"{at}/right": factors.right}
     if constraint is not None:
         entry["constraint"] = {"rank": constraint.rank}
         tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
         if constraint.update is not None:
             entry["constraint"] |= _pack_update(constraint.update, at, tensors)
         if constraint.columns is not None:
+            entry["constraint"]["own"] = constraint.columns.own
             tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
     return entry
 
@@ -130,6 +138,8 @@ def _pack_moments(moments: Moments, at: str) -> Tensors:
 
 
 def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
+    if isinstance(update, LowRankUpdate):
+        return _pack_low_rank(update, at, tensors)
     tensors |= {f"{at}/basis": update.basis, f"{at}/parameter": update.parameter}
     if update.projector is not None:
         tensors[f"{at}/scale"] = update.projector.squared_scale
@@ -139,6 +149,14 @@ def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
         tensors |= {f"{at}/sizes": update.sizes, f"{at}/limit": update.limit}
     projector = None if update.projector is None else update.projector.how
     return {"way": update.way, "projector": projector, "private": update.private}
+
+
+def _pack_low_rank(update: LowRankUpdate, at: str, tensors: Tensors) -> dict[str, Any]:
+    tensors |= {f"{at}/parameter": update.parameter, f"{at}/down": update.down}
+    tensors |= {f"{at}/free": update.free.matrix, f"{at}/kept": update.basis}
+    if update.sized is not None and update.limit is not None:
+        tensors |= {f"{at}/sizes": update.sized, f"{at}/limit": update.limit}
+    return {"way": update.way, "free": update.free.how, "cuts": update.free.cuts, "private": update.private}
 
 
 def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> NullSpace:
@@ -183,6 +201,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
         }
         remainder = Remainder.unpack(guard.model, tensors, manifest.get("rest"))
         phase, form, idle = manifest["phase"], manifest["form"], dict(manifest["idle"])
+        unmasked = dict(manifest.get("unmasked", {}))  # older guards knew no masks
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     in_place = private.get(tasks["in_use"], {}) if phase != "constrained" else {}
@@ -193,19 +212,20 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     for name, values in norms.items():
         if values and set(values) != expected:
             raise NessError(f"the saved guard is for another model: its norms of task {name!r} differ from the model's")
-    guard._protected = {name: protected[name] for name in guard._found.layers if name in protected}
-    guard._form, guard._idle, guard._remainder = form, idle, remainder
-    guard._tasks.private = private
-    guard._tasks.norms, guard._tasks.in_use, guard._tasks.current = norms, tasks["in_use"], tasks["current"]
-    guard._tasks.started, guard._tasks.unnamed = tasks["started"], tasks["unnamed"]
-    guard._phase = phase
+    states = {name: protected[name] for name in guard._found.layers if name in protected}
     for name, part in in_place.items():
         protected[name].part = part  # the model was saved with it in its weights
+    known = Tasks()
+    known.norms, known.private, known.in_use, known.current = norms, private, tasks["in_use"], tasks["current"]
+    known.started, known.unnamed = tasks["started"], tasks["unnamed"]
     if phase == "constrained":
         live = _norms(tensors, "norms/live/")
-        if live:
-            write_norms(guard._found.norms, live)
-        enter(guard)
+        writes = norm_swaps(guard._found.norms, live) if live else []
+        enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder, "_unmasked": unmasked})
+        return
+    fields = {"_protected": states, "_tasks": known, "_form": form, "_idle": idle, "_remainder": remainder}
+    fields["_unmasked"] = unmasked
+    guard.__dict__.update(fields, _phase=phase)
 
 
 def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
@@ -238,6 +258,12 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
         protected.directions = _tensor(tensors, f"{at}/directions", shape).to(device, copy=True)
     if f"{at}/shared" in tensors:
         protected.shared = _tensor(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
+    if "factors" in entry:
+        left, right = (layer.groups, layer.outputs, entry["factors"]), (layer.groups, entry["factors"], layer.width)
+        here = layer.weight.device
+        protected.factors = Factors(
+            _tensor(tensors, f"{at}/left", left).to(here), _tensor(tensors, f"{at}/right", right).to(here)
+        )
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
     return protected
@@ -299,6 +325,9 @@ def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, e
     if "way" not in entry:
         return Constraint(int(entry["rank"]), tau, sigma, unscaled, None)
     here = layer.weight.device
+    if "free" in entry:
+        update: Update = _low_rank(layer, tensors, at, entry)
+        return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, _columns(protected, tensors, at, entry))
     basis, projector = tensors[f"{at}/basis"].to(here), None
     if entry["projector"] is not None:
         matrix = basis if entry["projector"] == "basis" else tensors[f"{at}/projector"].to(here)
@@ -309,8 +338,29 @@ def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, e
     update.parameter.data.copy_(saved)
     if f"{at}/limit" in tensors:
         update.sizes, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
-    columns = None
-    if private:
-        directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
-        columns = PrivateColumns(directions, _tensor(tensors, f"{at}/mixing", (*groups, private, private)).to(device))
-    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, columns)
+    return Constraint(int(entry["rank"]), tau, sigma, unscaled, update, _columns(protected, tensors, at, entry))
+
+
+def _columns(
+    protected: LayerState, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]
+) -> PrivateColumns | None:
+    layer, device, private = protected.layer, protected.anchor.device, int(entry.get("private", 0))
+    if not private:
+        return None
+    directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
+    mixing = _tensor(tensors, f"{at}/mixing", (layer.groups, private, private)).to(device)
+    return PrivateColumns(directions, mixing, bool(entry.get("own", False)))
+
+
+def _low_rank(layer: Layer, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> LowRankUpdate:
+    groups, here, private = layer.groups, layer.weight.device, int(entry["private"])
+    down, matrix = tensors[f"{at}/down"], tensors[f"{at}/free"].to(here)
+    _tensor(tensors, f"{at}/down", (groups, down.shape[-2], layer.fan_in))
+    _tensor(tensors, f"{at}/free", (groups, layer.fan_in, matrix.shape[-1]))
+    free = Projector(entry["free"], matrix, matrix.new_ones(layer.fan_in), bool(entry["cuts"]))
+    kept = _tensor(tensors, f"{at}/kept", (groups, layer.fan_in, private)).to(here)
+    update = LowRankUpdate(layer, entry["way"], free, down.to(here, copy=True), kept)
+    update.parameter.data.copy_(_tensor(tensors, f"{at}/parameter", update.parameter.shape))
+    if f"{at}/limit" in tensors:
+        update.sized, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
+    return update

@@ -7,8 +7,34 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ness.statistics.spectrum import spectral_norm
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.update import Update
+
+
+@dataclass(frozen=True)
+class Factors:
+    """ΔW = left · right of one layer: what is left of an update for `export_lora` once it is merged."""
+
+    left: Tensor  # (groups, o, r)
+    right: Tensor  # (groups, r, width)
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.left.shape[-1]
+
+    def change(self) -> Tensor:
+        """ΔW (groups, o, width) in float64."""
+        return self.left.to(torch.float64) @ self.right.to(torch.float64)
+
+    def inputs(self, fan_in: int) -> Factors:
+        """Without the column of a bias."""
+        return Factors(self.left, self.right[..., :fan_in])
+
+    def to(self, dtype: torch.dtype) -> Factors:
+        """Of another dtype, on the CPU."""
+        return Factors(self.left.to("cpu", dtype), self.right.to("cpu", dtype))
 
 
 @dataclass
@@ -41,8 +67,30 @@ class Constraint:
         assert self.update is not None
         if self.columns is None:
             return self.update.running()
-        basis = self.update.basis[..., : self.update.shared].to(torch.float64)
+        with torch.no_grad():
+            basis = self.update.columns()[..., : self.update.shared].to(torch.float64)
         return self.update.layer.stored().to(torch.float64) + self.coefficients()[0] @ basis.mT
+
+    @torch.no_grad()
+    def factors(self, share: float = 1.0) -> Factors | None:
+        """The update, its private part included, as two factors: its own, or ΔW and the identity where that is less."""
+        update = self.update
+        if update is None:
+            return None
+        if update.projector is None:
+            left, right = update.coefficients().detach() * share, update.columns().detach().mT
+            if left.shape[-1] <= min(left.shape[-2], right.shape[-1]):
+                return Factors(left, right)
+        change = update.delta().detach() * share
+        groups, outputs, width = change.shape
+        identity = torch.eye(min(outputs, width), dtype=change.dtype, device=change.device).expand(groups, -1, -1)
+        return Factors(identity, change) if outputs <= width else Factors(change, identity)
+
+    def norms(self) -> Tensor:
+        """‖A‖₂ and ‖A‖_F of the shared part (2, groups); of A B where both are trained."""
+        assert self.update is not None
+        matrix = self.update.bounding(self.coefficients()[0])
+        return torch.stack([spectral_norm(matrix), matrix.square().sum(dim=(-2, -1)).sqrt()]).cpu()
 
     def private_part(self, own: bool) -> PrivatePart | None:
         """The private part as it is trained so far."""

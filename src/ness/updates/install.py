@@ -152,7 +152,8 @@ def install(updates: list[Update]) -> None:
         module.__class__ = _constrained_class(type(module), present, runs, argument)  # type: ignore[arg-type]
         for update in own:
             part = "" if update.layer.weight_part is None else f"_{update.layer.name[-1]}"
-            module._parameters[f"{PREFIX}{update.layer.weight_name}{part}"] = update.parameter
+            for ending, parameter in update.trained().items():
+                module._parameters[f"{PREFIX}{update.layer.weight_name}{part}{ending}"] = parameter
 
 
 def uninstall(updates: list[Update]) -> None:

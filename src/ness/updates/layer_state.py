@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -16,14 +17,19 @@ from ness.rules import Rule, Selection
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
-from ness.statistics.spectrum import Spectrum, decompose, restricted_sigma, selected_sigma, spectral_norm
-from ness.updates.constraint import Constraint, Figures
-from ness.updates.private import PrivatePart, columns_in_training, decompose_beside
-from ness.updates.update import Form, Projector, Update, cheapest_way
+from ness.statistics.spectrum import Spectrum, decompose
+from ness.updates.constraint import Constraint, Factors, Figures
+from ness.updates.private import PrivatePart, decompose_beside
+
+Swap = tuple[Tensor, Tensor]  # a tensor of the model, and the value it is to have
 
 
 class LayerState:
-    """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far."""
+    """A layer with the moments of everything it ever saw, and the bounds of all updates merged so far.
+
+    Its methods write to no tensor, of its own or of the model: a verb works on a `copy`, which takes the place of the
+    original in one step when all is done, and what is to be written to the model is handed back.
+    """
 
     def __init__(self, layer: Layer, device: torch.device, relative: bool = False) -> None:
         self.layer = layer
@@ -35,9 +41,17 @@ class LayerState:
         self.merges = 0
         self.constraint: Constraint | None = None
         self.last = Figures()
+        self.factors: Factors | None = None  # of the last merged update
         self.directions: Tensor | None = None  # K (groups, width, k), float64: private directions that tasks share
         self.part: PrivatePart | None = None  # the private part that is in the weights
         self.shared: Tensor | None = None  # [W b] without it, in the parameter's dtype
+
+    def copy(self) -> LayerState:
+        """Another one that knows the same and can go its own way."""
+        twin = copy.copy(self)
+        twin.moments, twin.pending = copy.copy(self.moments), copy.copy(self.pending)
+        twin.relative = None if self.relative is None else self.relative.copy()
+        return twin
 
     @property
     def gram(self) -> Gram:
@@ -70,11 +84,14 @@ class LayerState:
         self.anchor = now
 
     def accumulator(self) -> Moments:
-        """Where new rows are added: straight to the moments, or where several are to have them to what is pending."""
+        """Where new rows are added from now on: the moments, or where several are to have them what is pending.
+
+        Nothing else knows these tensors, so they are added to in place.
+        """
         if not distributed.active() and self.relative is None:
+            self.moments = self.moments.opened() if self.moments.gram.count else self._no_rows()
             return self.moments
-        if self.pending is None:
-            self.pending = self._no_rows()
+        self.pending = self._no_rows() if self.pending is None else self.pending.opened()
         return self.pending
 
     def commit_pending(self) -> None:
@@ -95,7 +112,9 @@ class LayerState:
         Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
         """
         self.rebase_anchor()
-        pending = self.pending or self._no_rows()
+        pending = self._no_rows()
+        if self.pending is not None:
+            pending.add_(self.pending)
         distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
         pending.gram.count = distributed.total(pending.gram.count)
         pending.calls = distributed.total(pending.calls)
@@ -141,18 +160,24 @@ class LayerState:
         """
         scale, width = self.scale(bias), self._free_width(bias)
         whole = self.moments.gram.matrix if self.relative is None else self.relative.gram
-        gram = self._scaled(whole, bias)[:, :width, :width]
+        gram = self.scaled(whole, bias)[:, :width, :width]
         if private:
-            held = gram[..., :0]
-            if self.directions is not None:
-                held = self.directions[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
+            shared, held = self.held_directions(bias), gram[..., :0]
+            if shared is not None:
+                held = shared[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
             about = self.layer.outputs, self.layer.name
             found = decompose_beside(gram, held, private, *about, norms=self.relative is None)
         else:
             found = decompose(gram, self.layer.outputs, self.layer.name)
         return replace(found, budget=self.budget())
 
-    def _scaled(self, gram: Tensor, bias: str) -> Tensor:
+    def held_directions(self, bias: str) -> Tensor | None:
+        """The private directions that tasks share, where a task can use them: not where they move a frozen bias."""
+        held = self.directions
+        moves_bias = held is not None and self.layer.bias is not None and bool(held[..., self.layer.fan_in, :].any())
+        return None if moves_bias and bias == "freeze" else held
+
+    def scaled(self, gram: Tensor, bias: str) -> Tensor:
         """S C S."""
         scale = self.scale(bias)
         return gram * scale * scale.unsqueeze(-1)
@@ -187,65 +212,6 @@ class LayerState:
         alive = (self.group_energy() > 0).to(selection.weights)
         return Selection(selection.weights * alive.unsqueeze(-1), selection.threshold)
 
-    def prepare(self, spectrum: Spectrum, selection: Selection, form: Form, bias: str) -> Constraint:
-        """The constraint of one task: B = S [Q diag(s), K], and the cheapest update on it."""
-        layer, device = self.layer, self.layer.weight.device
-        s, q = selection.weights, spectrum.directions
-        private = 0 if spectrum.private is None else spectrum.private.shape[-1]
-        if selection.rank + private == 0:
-            return Constraint(0, selection.threshold, torch.zeros_like(selection.threshold), q[..., :0], None)
-        scale = self.scale(bias)
-        k = self._padded(q[..., :0] if spectrum.private is None else spectrum.private)
-        chosen = self._columns(q * s.unsqueeze(-2), s > 0)
-        basis = torch.cat([chosen, k], dim=-1) * scale.unsqueeze(-1)
-        plain = self.relative is None  # else Q diagonalises R, not the Gram that the bound is about
-        sigma = (
-            selected_sigma(spectrum, s)
-            if plain
-            else restricted_sigma(self._scaled(self.moments.gram.matrix, bias), chosen)
-        )
-        dtype = torch.promote_types(layer.weight.dtype, torch.float32)
-        rows = self.moments.gram.count / max(1, self.moments.calls)
-        way = cheapest_way(form, layer, rows, basis.shape[-1])
-        projector, unscaled = None, q[..., :0]
-        if form == "sgd":
-            inverse = torch.cat([self._columns(q / s.clamp(min=1e-300).unsqueeze(-2), s > 0), k], dim=-1)
-            unscaled = inverse / torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
-            outside = (1 - s.square()).clamp(min=0).sqrt()
-            complement = self._columns(q * outside.unsqueeze(-2), s < 1) * scale.unsqueeze(-1)
-            projector = Projector.of(*(t.to(device, dtype) for t in (basis, complement, scale)))
-        update = Update(layer, way, basis.to(device, dtype), projector, private)
-        columns = columns_in_training(k, scale, self.directions) if private else None
-        return Constraint(selection.rank, selection.threshold, sigma, unscaled, update, columns)
-
-    def _columns(self, directions: Tensor, chosen: Tensor) -> Tensor:
-        """The chosen columns of each group, padded with zeros to a common number."""
-        most = int(chosen.sum(dim=-1).max()) if chosen.numel() else 0
-        order = (~chosen).to(torch.int8).argsort(dim=-1, stable=True)[:, :most]
-        index = order.unsqueeze(-2).expand(-1, directions.shape[-2], -1)
-        columns = directions.gather(-1, index) * chosen.gather(-1, order).unsqueeze(-2)
-        return self._padded(columns)
-
-    def _padded(self, columns: Tensor) -> Tensor:
-        """Columns (groups, width, n): a frozen bias gets a row of 0."""
-        return torch.nn.functional.pad(columns, (0, 0, 0, self.layer.width - columns.shape[-2]))
-
-    def limit_drift(self, spectrum: Spectrum, selection: Selection, fraction: float) -> None:
-        """Keep the layer's whole RMS drift, earlier tasks' included, under a fraction of its outputs' RMS.
-
-        Under a relative rule T is kept under the fraction, and with it every single task's drift and their mean.
-        """
-        assert self.constraint is not None
-        assert self.constraint.update is not None
-        s = selection.weights
-        floor = torch.maximum(spectrum.sigma, spectrum.noise.unsqueeze(-1))
-        sizes = self._columns((floor * s).unsqueeze(-2), s > 0)[:, 0]
-        if self.relative is None:
-            room = fraction * float(self.moments.energy.sqrt()) - float(self.drift().sum().sqrt())
-        else:
-            room = fraction - self.relative.total(self.change()) ** 0.5
-        self.constraint.update.limit_drift(sizes, max(0.0, room))
-
     # -- certifying -------------------------------------------------------------------------------------------------
 
     def running(self) -> Tensor:
@@ -278,8 +244,7 @@ class LayerState:
         tau = float(constraint.tau.square().sum().sqrt())
         if constraint.update is None:
             return Figures(0, tau, 0.0), torch.zeros(2, self.layer.groups, dtype=torch.float64)
-        a, _ = constraint.coefficients()
-        norms = torch.stack([spectral_norm(a), a.square().sum(dim=(-2, -1)).sqrt()]).cpu()
+        norms = constraint.norms()
         figures = Figures(constraint.rank, tau, float(norms[0].square().sum().sqrt()))
         return figures, norms * constraint.sigma.cpu()
 
@@ -316,16 +281,19 @@ class LayerState:
         rows = float((self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1).sum() / count).sqrt())
         return (self.merges + 1) * epsilon * (weight + change) * rows
 
-    @torch.no_grad()
-    def write(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> None:
-        """Store [W b] (groups, o, width), rounded once, in the layer's parameters or in copies of weight and bias."""
+    def swaps(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> list[Swap]:
+        """How [W b] (groups, o, width) is stored in the layer's parameters, or in copies of weight and bias.
+
+        Written to its tensor, each value is rounded once.
+        """
         layer = self.layer
         targets = [p.data for p in (layer.weight, layer.bias) if p is not None] if into is None else into
         weight = targets[0] if layer.weight_part is None else targets[0][layer.weight_part]
-        weight.copy_(layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))
+        found = [(weight, layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))]
         if layer.bias is not None:
             bias = targets[1] if layer.bias_part is None else targets[1][layer.bias_part]
-            bias.copy_(matrix[..., layer.fan_in].flatten().to(bias.device))
+            found.append((bias, matrix[..., layer.fan_in].flatten().to(bias.device)))
+        return found
 
     # -- private parts ----------------------------------------------------------------------------------------------
 
@@ -337,14 +305,18 @@ class LayerState:
         wide = matrix.to(weight.device, torch.float64)
         return (wide + part.delta(self.directions, weight.device)).to(weight.dtype)
 
-    def apply_private(self, part: PrivatePart | None) -> None:
-        """Put a private part into the weights in place of the one that is there; None: the shared weights."""
-        if self.part is not None:
-            self.write(self.shared_weights())
-        self.part, self.shared = part, None
-        if part is not None:
-            self.shared = self.layer.stored()
-            self.write(self.with_private(self.shared, part))
+    def apply_private(self, part: PrivatePart | None) -> list[Swap]:
+        """Put a private part into the weights in place of the one that is there; None: the shared weights.
+
+        Returns:
+            What is to be written for it.
+        """
+        fresh = self.shared if self.part is None else None  # shared weights that are not written yet: see `finish`
+        if part is None and self.part is None and fresh is None:
+            return []
+        shared = self.shared_weights() if fresh is None else fresh
+        self.part, self.shared = part, None if part is None else shared
+        return self.swaps(self.with_private(shared, part))
 
     # -- ending -----------------------------------------------------------------------------------------------------
 
@@ -356,28 +328,30 @@ class LayerState:
         assert self.constraint.update is not None
         device, stored = self.anchor.device, self.layer.stored().to(self.anchor.device)
         update = self.constraint.update
-        weights, basis = weights.to(device), update.basis[..., : update.shared].to(device, torch.float64)
+        weights, basis = weights.to(device), update.directions().to(device)
         measured = update_ratio(self.relative.gram, basis, weights - stored.to(torch.float64), self._mean_column())
         self.relative.travel = rule.expect(self.relative.travel, measured)
         return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
 
     def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
-        """Store the shared weights as trained, shrunk to a relative rule's limit, and book them: bounds add up.
+        """Book the shared weights as trained, shrunk to a relative rule's limit: bounds add up.
 
-        Without weights the layer was frozen. Directions that tasks share are held.
+        Without weights the layer was frozen. Directions that tasks share are held. `apply_private` writes the weights.
         """
         self.last, bounds = self.current()
         if weights is None and self.relative is not None:
             self.relative.travel = rule.expect(self.relative.travel, None)
         if weights is not None:
             weights, share = self._keep_limit(weights, rule)
-            self.write(weights)
+            assert self.constraint is not None
+            self.factors = self.constraint.factors(share)
+            self.shared = weights.to(self.layer.weight.device, self.layer.weight.dtype)
             self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
             bounds = bounds * share
-        self.spent += bounds
+        self.spent = self.spent + bounds
         self.merges += 1
         columns = None if self.constraint is None else self.constraint.columns
-        if keep_directions and columns is not None:
+        if keep_directions and columns is not None and not columns.own:
             held = 0 if self.directions is None else self.directions.shape[-1]
             self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None

@@ -13,7 +13,7 @@ function, chosen by counted FLOPs:
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -45,14 +45,15 @@ class Projector:
     how: Literal["complement", "basis", "dense"]
     matrix: Tensor  # N (groups, d, m), B (groups, d, r) or B Bᵀ (groups, d, d)
     squared_scale: Tensor  # diagonal of S², (d,): 1, and for the constant of a bias its squared scale
+    cuts: bool = False  # B Bᵀ is I − N Nᵀ with orthonormal N: projecting twice is projecting once, only more exactly
 
     @classmethod
-    def of(cls, basis: Tensor, complement: Tensor, scale: Tensor) -> Projector:
-        """The thinnest form of B Bᵀ."""
+    def of(cls, basis: Tensor, complement: Tensor, scale: Tensor, hard: bool = False) -> Projector:
+        """The thinnest form of B Bᵀ; `hard`: it is a projector, all s are 0 or 1."""
         columns = {"complement": 2 * complement.shape[-1], "basis": 2 * basis.shape[-1], "dense": basis.shape[-2]}
         how = min(columns, key=lambda form: columns[form])
         if how == "complement":
-            return cls("complement", complement, scale.square())
+            return cls("complement", complement, scale.square(), hard)
         return cls("basis", basis, scale.square()) if how == "basis" else cls("dense", basis @ basis.mT, scale.square())
 
     def __call__(self, rows: Tensor) -> Tensor:
@@ -65,9 +66,22 @@ class Projector:
                 return inside @ self.matrix.mT
             return torch.baddbmm(rows * self.squared_scale, inside, self.matrix.mT, alpha=-1)
 
+    def rows(self, rows: Tensor) -> Tensor:
+        """Project rows (groups, n, d) that need not be near the free directions, differentiably.
+
+        I − N Nᵀ leaves behind what rounding makes of the part that it takes away; a second time takes that away too.
+        """
+        if self.how == "complement" and self.matrix.shape[-1] == 0:
+            return rows
+        once = self(rows)
+        if self.how != "complement" or not self.cuts:
+            return once
+        with full_precision(rows):
+            return torch.baddbmm(once, once.detach() @ self.matrix, self.matrix.mT, alpha=-1)
+
     def to(self, device: torch.device) -> Projector:
         """The same on another device."""
-        return Projector(self.how, self.matrix.to(device), self.squared_scale.to(device))
+        return replace(self, matrix=self.matrix.to(device), squared_scale=self.squared_scale.to(device))
 
 
 class _ProjectGradient(torch.autograd.Function):
@@ -135,6 +149,22 @@ class Update:
         """r, the columns that all tasks will share."""
         return self.basis.shape[-1] - self.private
 
+    def trained(self) -> dict[str, nn.Parameter]:
+        """What is trained, by what its name in the module ends with."""
+        return {"": self.parameter}
+
+    def columns(self) -> Tensor:
+        """B (groups, width, r + k): what ΔW's rows are made of."""
+        return self.basis
+
+    def bounding(self, shared: Tensor) -> Tensor:
+        """A matrix whose norms bound the update's, from A (groups, o, r) of the shared columns: A itself."""
+        return shared
+
+    def directions(self) -> Tensor:
+        """The shared B (groups, width, r) in float64: where the update can go."""
+        return self.basis[..., : self.shared].to(torch.float64)
+
     def limit_drift(self, sizes: Tensor, limit: float) -> None:
         """Keep ‖X ΔWᵀ‖_F ≤ limit in every forward from now on; private columns move no old row and are left alone."""
         self.sizes = sizes.to(self.basis)
@@ -189,7 +219,10 @@ class Update:
         if self.way != "factored":
             return apply(module, x, *self.parameters_of(module, self.delta()))
         weight = module._parameters[self.layer.weight_name]
-        plain = apply(module, x, weight, self.layer.bias)
+        return self.factored(module, x, apply(module, x, weight, self.layer.bias))
+
+    def factored(self, module: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
+        """y + (x B) Aᵀ for the layer's own outputs y."""
         d = self.layer.fan_in
         constant = None if self.layer.bias is None else self.basis[:, d]
         with full_precision(self.basis):

@@ -34,7 +34,9 @@ def check_guard_options(
         raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
 
 
-def check_constrain_options(form: str, max_drift: float | None) -> None:
+def check_constrain_options(
+    form: str, max_drift: float | None, rank: int | None, generator: torch.Generator | None
+) -> None:
     """Refuse what `constrain(...)` cannot work with, whatever the guard's state."""
     if form not in ("any", "sgd"):
         raise NessError(f"constrain(form={form!r}): expected 'any' or 'sgd'")
@@ -42,3 +44,14 @@ def check_constrain_options(form: str, max_drift: float | None) -> None:
         raise NessError(f"constrain(max_drift={max_drift!r}): expected a number above 0")
     if max_drift is not None and form == "sgd":
         raise NessError("constrain(form='sgd', max_drift=...): the limit bends the update, so use form='any'")
+    if rank is not None and (isinstance(rank, bool) or not isinstance(rank, int) or rank < 1):
+        raise NessError(f"constrain(rank={rank!r}): expected a whole number above 0, or None for full width")
+    if rank is not None and form == "sgd":
+        raise NessError(
+            "constrain(rank=..., form='sgd'): there the whole increment is the parameter, which has no rank; "
+            "use form='any', which is as cheap at low rank and safe under SGD too"
+        )
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise NessError(f"constrain(generator={generator!r}): expected a torch.Generator, or None for torch's own")
+    if generator is not None and rank is None:
+        raise NessError("constrain(generator=...): only an update of low rank is drawn; give rank=r too")

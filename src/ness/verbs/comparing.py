@@ -2,27 +2,21 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from ness.comparison import Comparison, compare_outputs
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError, warn
 from ness.layers.norms import NormValues
 from ness.statistics.recorder import Forward
-from ness.updates.install import install, uninstall
-from ness.verbs.remainder import Swap, write_all
+from ness.updates.install import uninstall
+from ness.verbs.changes import Change, uninterrupted
+from ness.verbs.remainder import Swap
 from ness.verbs.transitions import updates_of
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
-
-
-def remember(guard: NullSpace) -> None:
-    """Keep what no protected layer holds as it is now, for `compare`."""
-    layers = [protected.layer for protected in guard._protected.values()]
-    guard._remainder = guard._remainder.renewed(guard.model, layers, guard._tasks.in_use)
 
 
 def compare(guard: NullSpace, batches: Any, forward: Forward | None) -> Comparison:
@@ -33,7 +27,7 @@ def compare(guard: NullSpace, batches: Any, forward: Forward | None) -> Comparis
     others, unknown = guard._remainder.differences(guard.model, layers, _norms_as_observed(guard))
     comparison = compare_outputs(guard.model, batches, forward, lambda: _as_observed(guard, others), unknown)
     if unknown:
-        warnings.warn(f"compare: {comparison.left_out()}", NessWarning, stacklevel=3)
+        warn(f"compare: {comparison.left_out()}")
     return comparison
 
 
@@ -49,18 +43,13 @@ def _as_observed(guard: NullSpace, others: Sequence[Swap]) -> Iterator[None]:
     `others`: what differs outside the protected layers, each with its old value.
     """
     updates = updates_of(guard) if guard.constrained else []
-    before = [(tensor, tensor.detach().clone()) for tensor, _ in others]
-    now = {name: protected.layer.stored() for name, protected in guard._protected.items()}
-    parts = guard._tasks.private_in_use()
+    parts, writes = guard._tasks.private_in_use(), list(others)
+    for name, protected in guard._protected.items():
+        writes += protected.swaps(protected.with_private(protected.anchor, parts.get(name)))
+    modules = [module for update in updates for module in update.layer.modules]
+    change = Change(guard, writes, lambda: uninstall(updates), None, modules)
     try:
-        uninstall(updates)
-        write_all(others)
-        for name, protected in guard._protected.items():
-            protected.write(protected.with_private(protected.anchor, parts.get(name)))
+        uninterrupted(change.apply)
         yield
     finally:
-        for name, protected in guard._protected.items():
-            protected.write(now[name])
-        write_all(before)
-        uninstall(updates)  # where something broke off half-way
-        install(updates)
+        uninterrupted(change.settle)

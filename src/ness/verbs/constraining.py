@@ -1,82 +1,110 @@
-"""`constrain`, a layer at a time: decompose what was observed, choose, put the updates in place."""
+"""`constrain`: decompose what was observed, choose, put the updates in place."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from torch import Generator
+
 from ness import distributed
-from ness.errors import NessError, NessWarning
-from ness.layers.norms import read_norms
-from ness.rules import Rank, Selection
+from ness.errors import NessError, warn
+from ness.layers.names import listed
+from ness.layers.norms import affine_parameters, read_norms
+from ness.rules import Rank, Rule, Selection
 from ness.statistics.spectrum import Spectrum
+from ness.updates.constraint import Constraint
 from ness.updates.install import is_constrained
+from ness.updates.layer_state import LayerState, Swap
+from ness.updates.low_rank import LowRankUpdate
+from ness.updates.prepare import free_directions, limit_drift, prepare
 from ness.updates.private import capped, check_private
 from ness.updates.update import Form
 from ness.verbs.checks import check_constrain_options
-from ness.verbs.observing import reduce
-from ness.verbs.transitions import apply_private, enter, updates_of
+from ness.verbs.observing import reduce, refuse_observed
+from ness.verbs.transitions import enter, updates_in
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
 
+Progress = Callable[[int, int, str], object]  # (done, total, name of the layer or batch): called after each
 
-def constraining(
-    guard: NullSpace, form: Form, max_drift: float | None, task: str | None, private: int, depth: int
-) -> Iterator[str]:
-    """`depth`: how many frames up a warning points, to the caller's own line."""
-    distributed.together(lambda: check_constrain(guard, form, max_drift, task, private))
+
+@dataclass(frozen=True)
+class Options:
+    """What `constrain` was called with."""
+
+    form: Form = "any"
+    max_drift: float | None = None
+    task: str | None = None
+    private: int = 0
+    rank: int | None = None
+    generator: Generator | None = None
+
+    def bias(self, guard: NullSpace) -> str:
+        """What biases do: an adapter has none, so beside an update of low rank they are frozen."""
+        return guard.bias if self.rank is None else "freeze"
+
+
+def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> None:
+    """See `NullSpace.constrain`."""
+    distributed.together(lambda: check_constrain(guard, options))
     reduce(guard)
-    distributed.together(lambda: _begin_task(guard))
+    states = distributed.together(lambda: _begun(guard))
+    wanted, idle = _layers_to_constrain(guard, states)
+    before = _stamp(guard)
     spectra: dict[str, Spectrum] = {}
     if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
-        spectra = distributed.together(lambda: dict(_spectra(guard, private)))
-        yield from spectra
+        spectra = distributed.together(lambda: dict(_spectra(guard, wanted, options, None)))
+        for done, name in enumerate(spectra, start=1):
+            if progress is not None:
+                progress(done, len(spectra), name)
     else:
-        before = _stamp(guard)
-        for name, spectrum in _spectra(guard, private):
-            spectra[name] = spectrum
-            yield name
-        check_constrain(guard, form, max_drift, task, private)
-        if _stamp(guard) != before:
-            raise NessError(
-                "constraining: the model's weights, or what was observed, changed between two layers, so the "
-                "directions found no longer fit; nothing was constrained. Begin again"
-            )
-    for doubt in _warnings(guard, spectra, private):
-        warnings.warn(doubt, NessWarning, stacklevel=depth)
-    selections = {
-        name: guard._protected[name].drop_dead_groups(selection)
-        for name, selection in _selections(guard, spectra).items()
-    }
-    constraints = {
-        name: guard._protected[name].prepare(spectra[name], selection, form, guard.bias)
-        for name, selection in selections.items()
-    }
-    apply_private(guard, {})
-    for name, constraint in constraints.items():
-        protected = guard._protected[name]
-        protected.constraint = constraint
-        if max_drift is not None and constraint.update is not None:
-            protected.limit_drift(spectra[name], selections[name], max_drift)
-    if not updates_of(guard) and guard.rule != Rank(0):  # which asks for just that
-        warnings.warn(
-            "no direction is free in any layer: no layer will train. Loosen the rule", NessWarning, stacklevel=depth
+        spectra = dict(_spectra(guard, wanted, options, progress))
+    if progress is not None and not distributed.active():
+        check_constrain(guard, options)
+    if _stamp(guard) != before:
+        raise NessError(
+            "constrain: the model's weights, or what was observed, changed while it was at work, so the directions "
+            "found no longer fit; nothing was constrained. Begin again"
         )
-    guard._form = form
-    guard._tasks.begin(task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
-    enter(guard)
+    selections = {
+        name: states[name].drop_dead_groups(selection) for name, selection in _selections(guard, spectra).items()
+    }
+    for doubt in [*_warnings(guard, spectra, options.private), *_capped(selections, options.rank)]:
+        warn(doubt)
+    about = options.form, options.bias(guard), options.rank, options.generator
+    constraints = {
+        name: prepare(states[name], spectra[name], selection, *about) for name, selection in selections.items()
+    }
+    _share_start(constraints)
+    if options.max_drift is not None:
+        for name, constraint in constraints.items():
+            if constraint.update is not None:
+                limit_drift(states[name], constraint.update, spectra[name], selections[name], options.max_drift)
+    writes: list[Swap] = []
+    for name, state in states.items():
+        writes += state.apply_private(None)
+        state.constraint, state.factors = constraints.get(name), None
+    if not updates_in(states):
+        for doubt in _nothing_free(guard, states, spectra):
+            warn(doubt)
+    tasks = guard._tasks.copy()
+    tasks.begin(options.task, read_norms(guard._found.norms) if guard.norm == "per_task" else {})
+    enter(guard, states, tasks, options.form, writes, {"_idle": idle})
 
 
-def check_constrain(guard: NullSpace, form: str, max_drift: float | None, task: str | None, private: int) -> None:
+def check_constrain(guard: NullSpace, options: Options) -> None:
     """Refuse what `constrain` cannot do with this guard and these options now."""
-    check_constrain_options(form, max_drift)
-    check_private(private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
+    task = options.task
+    check_constrain_options(options.form, options.max_drift, options.rank, options.generator)
+    check_private(options.private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
     if guard.constrained:
         raise NessError("constrain: already constrained; call merge() or discard() first")
     if any(is_constrained(module) for module in guard.model.modules()):
         raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
+    refuse_observed(guard.model, "constrain")
     guard._refresh()
     if not guard._protected and not distributed.active():
         raise NessError("constrain: nothing was observed yet; call observe(old_inputs) first")
@@ -85,11 +113,13 @@ def check_constrain(guard: NullSpace, form: str, max_drift: float | None, task: 
     guard._tasks.check_new(task)
 
 
-def _begin_task(guard: NullSpace) -> None:
-    """What was observed last is a task of its own from now on, in every layer."""
+def _begun(guard: NullSpace) -> dict[str, LayerState]:
+    """The layers with what was observed last as a task of its own."""
+    states = {name: protected.copy() for name, protected in guard._protected.items()}
     if guard.rule.relative:
-        for protected in guard._protected.values():
-            protected.begin_task()
+        for state in states.values():
+            state.begin_task()
+    return states
 
 
 def _stamp(guard: NullSpace) -> dict[str, tuple[int, int]]:
@@ -100,25 +130,37 @@ def _stamp(guard: NullSpace) -> dict[str, tuple[int, int]]:
     }
 
 
-def _spectra(guard: NullSpace, private: int) -> Iterator[tuple[str, Spectrum]]:
-    """Decompose every layer that saw something, beside its private directions; note those that did not."""
-    guard._idle = {name: "saw no input row: frozen" for name in guard._found.layers if name not in guard._protected}
-    found = False
-    for name, protected in guard._protected.items():
-        if protected.moments.gram.count == 0 or not bool(protected.group_energy().any()):
-            guard._idle[name] = "saw only zeros: frozen"
+def _layers_to_constrain(
+    guard: NullSpace, states: Mapping[str, LayerState]
+) -> tuple[dict[str, LayerState], dict[str, str]]:
+    """Layers that saw something and may move; and those that stay as they are this time, each with the reason."""
+    wanted, found = {}, False
+    idle = {name: "saw no input row: frozen" for name in guard._found.layers if name not in states}
+    for name, state in states.items():
+        if state.moments.gram.count == 0 or not bool(state.group_energy().any()):
+            idle[name] = "saw only zeros: frozen"
             continue
         found = True
-        if not protected.layer.weight.requires_grad:
-            guard._idle[name] = "its weight has requires_grad=False: frozen, as it was"
-            continue
-        if protected.silent:
-            guard._idle[name] = "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
-            continue
-        decompose = protected.spectrum if distributed.on_rank_zero() else protected.no_spectrum
-        yield name, decompose(guard.bias, capped(private, protected.layer.fan_in))
+        if not state.layer.weight.requires_grad:
+            idle[name] = "its weight has requires_grad=False: frozen, as it was"
+        elif state.silent:
+            idle[name] = "some task's outputs are all 0 or overflow, and no fraction of that is a change: frozen"
+        else:
+            wanted[name] = state
     if not found:
         raise NessError("constrain: no layer has seen an input; call observe(old_inputs) first")
+    return wanted, idle
+
+
+def _spectra(
+    guard: NullSpace, wanted: Mapping[str, LayerState], options: Options, progress: Progress | None
+) -> Iterator[tuple[str, Spectrum]]:
+    """Decompose every layer beside its private directions; rank 0 alone does the work."""
+    for done, (name, state) in enumerate(wanted.items(), start=1):
+        decompose = state.spectrum if distributed.on_rank_zero() else state.no_spectrum
+        yield name, decompose(options.bias(guard), capped(options.private, state.layer.fan_in))
+        if progress is not None:
+            progress(done, len(wanted), name)
 
 
 def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
@@ -136,6 +178,48 @@ def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -
             f"private parts of half-precision weights ({', '.join(half)}): each use() rounds W + B Kᵀ to half "
             "precision anew. They are promised for float32 weights"
         )
+
+
+def _capped(selections: Mapping[str, Selection], rank: int | None) -> Iterator[str]:
+    """Which layers have fewer free directions than the rank that was asked for."""
+    free = {name: free_directions(selection) for name, selection in selections.items()}
+    fewer = [f"{name!r} ({count})" for name, count in free.items() if rank is not None and 0 < count < rank]
+    if fewer:
+        yield (
+            f"constrain(rank={rank}): fewer directions are free in {listed(fewer)}; their updates have as many ranks "
+            "as there are free directions. Loosen the rule, or ask for a lower rank"
+        )
+
+
+def _nothing_free(guard: NullSpace, states: Mapping[str, LayerState], spectra: Mapping[str, Spectrum]) -> Iterator[str]:
+    """Why no layer will train, and the strictest rule under which one would; `Rank(0)` may be meant so."""
+    if guard.rule == Rank(0) and _others_train(guard):
+        return
+    if not spectra:
+        yield "no layer will train: each is frozen, and `skipped` says why"
+        return
+
+    def frees(rule: Rule) -> bool:
+        return any(states[name].drop_dead_groups(chosen).rank for name, chosen in rule.select(spectra).items())
+
+    looser = guard.rule.looser(frees)
+    advice = "Loosen the rule" if looser is None else f"The strictest of its kind that frees one is {looser!r}"
+    yield f"no direction is free in any layer under {guard.rule!r}: no layer will train. {advice}"
+
+
+def _others_train(guard: NullSpace) -> bool:
+    """Whether anything will train but updates: excluded modules, norms of the task's own."""
+    if guard.norm == "per_task" and affine_parameters(guard._found.norms):
+        return True
+    named = guard.model.named_parameters(remove_duplicate=False)
+    return any(parameter.requires_grad for name, parameter in named if name in guard._found.excluded)
+
+
+def _share_start(constraints: Mapping[str, Constraint]) -> None:
+    """Rank 0's start of low-rank updates on every rank: each would draw its own."""
+    if distributed.active():
+        updates = [constraint.update for constraint in constraints.values()]
+        distributed.from_rank_zero_([update.down.data for update in updates if isinstance(update, LowRankUpdate)])
 
 
 def _selections(guard: NullSpace, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:

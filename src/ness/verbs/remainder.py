@@ -182,6 +182,26 @@ def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield (f"{prefix}.{key}" if prefix else key), tensor
 
 
+def unprotected(model: nn.Module, layers: Iterable[Layer]) -> dict[str, int]:
+    """Names and sizes of all trainable parameters that none of these layers holds; updates in training are left out.
+
+    A parameter with several names is listed once, under the first.
+
+    >>> unprotected(nn.Sequential(nn.Linear(3, 2), nn.LayerNorm(2)), [])
+    {'0.weight': 6, '0.bias': 2, '1.weight': 2, '1.bias': 2}
+    """
+    known, found = _held_by(layers), dict[str, int]()
+    for prefix, module in model.named_modules():
+        updates = is_constrained(module)
+        for key, parameter in module._parameters.items():
+            if parameter is None or id(parameter) in known or (updates and key.startswith(PREFIX)):
+                continue
+            known.add(id(parameter))
+            if parameter.requires_grad:
+                found[f"{prefix}.{key}" if prefix else key] = parameter.numel()
+    return found
+
+
 def fetch(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies on the CPU, those of one device in one transfer.
 
@@ -214,8 +234,11 @@ def same_bits(tensor: Tensor, value: Tensor) -> bool:
 def write_all(swaps: Sequence[Swap]) -> None:
     """Write each value into its tensor, past autograd and its version counters."""
     for tensor, value in swaps:
-        with torch.inference_mode(tensor.is_inference()):
-            tensor.data.copy_(value)
+        torch.inference_mode(tensor.is_inference())(_write)(tensor, value)
+
+
+def _write(tensor: Tensor, value: Tensor) -> None:
+    tensor.data.copy_(value)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -1,33 +1,72 @@
-"""The steps between a plain model and a constrained one, and from one task's weights to another's."""
+"""The steps between a plain model and a constrained one, and from one task's weights to another's.
+
+Each plans first and touches nothing; `ness.verbs.changes` then makes the change whole, or not at all.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from ness.errors import NessError
-from ness.layers.norms import affine_parameters, read_norms, write_norms
+from ness.layers.norms import affine_parameters, norm_swaps, read_norms
+from ness.tasks import Tasks
 from ness.updates.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
+from ness.updates.layer_state import LayerState, Swap
 from ness.updates.optimizers import refuse_other_optimizers
 from ness.updates.private import PrivatePart
-from ness.updates.update import Update
+from ness.updates.update import Form, Update
+from ness.verbs.changes import carry_out
+from ness.verbs.observing import refuse_observed
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
 
+States = dict[str, LayerState]
+
 
 def updates_of(guard: NullSpace) -> list[Update]:
     """The updates in training, in the model's order."""
-    constraints = [p.constraint for p in guard._protected.values() if p.constraint is not None]
+    return updates_in(guard._protected)
+
+
+def updates_in(states: Mapping[str, LayerState]) -> list[Update]:
+    """The updates that these layers hold."""
+    constraints = [state.constraint for state in states.values() if state.constraint is not None]
     return [constraint.update for constraint in constraints if constraint.update is not None]
 
 
-def enter(guard: NullSpace) -> None:
-    """Freeze everything that is not excluded, put the updates in place."""
-    guard._flags = [(p, p.requires_grad) for p in guard.model.parameters()]
+def enter(
+    guard: NullSpace, states: States, tasks: Tasks, form: Form, writes: list[Swap], others: Mapping[str, Any]
+) -> None:
+    """Freeze everything that is not excluded, put the updates in place.
+
+    Args:
+        guard: the guard, not constrained.
+        states: its layers with their constraints.
+        tasks: its tasks, one of them begun.
+        form: of the updates.
+        writes: tensors of the model, each with the value it starts from.
+        others: further fields of the guard that change.
+    """
+    fields = {
+        "_protected": states,
+        "_tasks": tasks,
+        "_form": form,
+        "_flags": [(p, p.requires_grad) for p in guard.model.parameters()],
+        "_phase": "constrained",
+    }
+    updates = updates_in(states)
+    modules = [module for update in updates for module in update.layer.modules]
+    carry_out(guard, writes, partial(_constrained, guard, updates, form), {**others, **fields}, modules)
+
+
+def _constrained(guard: NullSpace, updates: list[Update], form: Form) -> RemovableHandle | None:
     for name, parameter in guard.model.named_parameters(remove_duplicate=False):
         if name not in guard._found.excluded:
             parameter.requires_grad_(False)
@@ -39,31 +78,26 @@ def enter(guard: NullSpace) -> None:
         for module in guard._found.norms.values():
             if stored_statistics(module):
                 freeze_norm(module)
-    updates = updates_of(guard)
     install(updates)
-    if guard._form == "sgd":
-        guard._watch_optimizers = refuse_other_optimizers(updates)
-    guard._phase = "constrained"
+    return refuse_other_optimizers(updates) if form == "sgd" else None
 
 
-def leave(guard: NullSpace) -> None:
-    """Ordinary modules again."""
-    uninstall(updates_of(guard))
+def leave(guard: NullSpace, states: States, tasks: Tasks, phase: str, writes: list[Swap]) -> None:
+    """Ordinary modules again, with these values in them."""
+    fields = {"_protected": states, "_tasks": tasks, "_flags": [], "_phase": phase}
+    updates = updates_of(guard)
+    modules = [module for update in updates for module in update.layer.modules]
+    retired = [] if guard._watch_optimizers is None else [guard._watch_optimizers]
+    carry_out(guard, writes, partial(_ordinary, guard, updates), fields, modules, retired)
+
+
+def _ordinary(guard: NullSpace, updates: list[Update]) -> None:
+    uninstall(updates)
     for module in guard._found.norms.values():
         if is_constrained(module):
             unfreeze_norm(module)
     for parameter, flag in guard._flags:
         parameter.requires_grad_(flag)
-    if guard._watch_optimizers is not None:
-        guard._watch_optimizers.remove()
-        guard._watch_optimizers = None
-    guard._flags = []
-
-
-def apply_private(guard: NullSpace, parts: Mapping[str, PrivatePart]) -> None:
-    """Private parts into the weights, in place of those that are there."""
-    for name, protected in guard._protected.items():
-        protected.apply_private(parts.get(name))
 
 
 def merge(guard: NullSpace) -> None:
@@ -72,7 +106,8 @@ def merge(guard: NullSpace) -> None:
         return
     guard._require_constrained("merge()")
     merged: dict[str, Tensor] = {}
-    parts, own = {}, guard.private_basis == "per_task"
+    parts: dict[str, PrivatePart] = {}
+    own = guard.private_basis == "per_task"
     for name, protected in guard._protected.items():
         if protected.constraint is not None and protected.constraint.update is not None:
             merged[name] = protected.running()
@@ -85,33 +120,44 @@ def merge(guard: NullSpace) -> None:
                     f"merge: the update of layer {name!r} holds NaN or Inf; training diverged. "
                     "The model is untouched: call discard(), lower the learning rate, and try again"
                 )
-    leave(guard)
-    for name, protected in guard._protected.items():
-        protected.finish(merged.get(name), guard.rule, keep_directions=not own)
-    guard._tasks.finish(read_norms(guard._found.norms) if guard.norm == "per_task" else {}, parts)
-    apply_private(guard, parts)
-    guard._phase = "merged"
+    states = {name: protected.copy() for name, protected in guard._protected.items()}
+    writes: list[Swap] = []
+    for name, state in states.items():
+        state.finish(merged.get(name), guard.rule, keep_directions=not own)
+        writes += state.apply_private(parts.get(name))
+    tasks = guard._tasks.copy()
+    tasks.finish(read_norms(guard._found.norms) if guard.norm == "per_task" else {}, parts)
+    leave(guard, states, tasks, "merged", writes)
 
 
 def discard(guard: NullSpace) -> None:
     """See `NullSpace.discard`."""
     guard._require_constrained("discard()")
-    leave(guard)
-    for protected in guard._protected.values():
-        protected.constraint = None
-    if guard.norm == "per_task":
-        write_norms(guard._found.norms, guard._tasks.norms_in_use())
-    guard._tasks.abandon()
-    apply_private(guard, guard._tasks.private_in_use())
-    guard._phase = "open"
+    tasks = guard._tasks.copy()
+    tasks.abandon()
+    states = {name: protected.copy() for name, protected in guard._protected.items()}
+    for state in states.values():
+        state.constraint = None
+    leave(guard, states, tasks, "open", _in_use(guard, states, tasks))
 
 
 def use(guard: NullSpace, task: str | None) -> None:
     """See `NullSpace.use`."""
     if guard.constrained:
         raise NessError("use: the model is constrained; call merge() or discard() first")
-    guard._tasks.use(task)
-    values = guard._tasks.norms_in_use()
+    refuse_observed(guard.model, "use")
+    tasks = guard._tasks.copy()
+    tasks.use(task)
+    states = {name: protected.copy() for name, protected in guard._protected.items()}
+    writes = _in_use(guard, states, tasks)
+    carry_out(guard, writes, lambda: None, {"_protected": states, "_tasks": tasks})
+
+
+def _in_use(guard: NullSpace, states: States, tasks: Tasks) -> list[Swap]:
+    """What is to be written so that the task in use has its norms and its private part."""
+    values, parts, writes = tasks.norms_in_use(), tasks.private_in_use(), list[Swap]()
     if values:
-        write_norms(guard._found.norms, values)
-    apply_private(guard, guard._tasks.private_in_use())
+        writes += norm_swaps(guard._found.norms, values)
+    for name, state in states.items():
+        writes += state.apply_private(parts.get(name))
+    return writes

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 import tiny
 from ness import NessError
-from ness.lab.methods.agem import drawn, half_space, inner, portion
+from ness.lab.methods.agem import balanced, drawn, half_space, inner, portion
 from ness.lab.training.loader import Samples, together
 
 
@@ -146,6 +146,51 @@ def test_the_memory_passes_as_if_task_by_task_in_one_pass_if_the_norms_are_ours(
     assert found.item() == pytest.approx(expected.item(), rel=1e-5)
     assert all(torch.allclose(a, b, rtol=1e-4, atol=1e-6) for a, b in zip(gradients, theirs, strict=True))
     assert all(torch.allclose(value, moved[name], atol=1e-6) for name, value in model.named_buffers())
+
+
+@given(
+    counts=st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any),
+    wanted=st.integers(1, 30),
+    seed=st.integers(0, 99),
+)
+def test_the_memory_is_balanced_over_classes(counts: list[int], wanted: int, seed: int) -> None:
+    """No class has more than one more than another, unless that has no more to give."""
+    labels = torch.cat([torch.full((count,), label) for label, count in enumerate(counts)])
+    labels = labels[torch.randperm(len(labels), generator=Generator().manual_seed(seed))]
+    found = balanced(labels, wanted, Generator().manual_seed(seed))
+    assert len(found) == len(set(found.tolist())) == min(wanted, len(labels))
+    held = labels[found].bincount(minlength=len(counts)).tolist()
+    for mine, all_of_it in zip(held, counts, strict=True):
+        assert mine == all_of_it or mine >= max(held) - 1
+
+
+def test_every_sample_of_a_class_is_kept_alike_often() -> None:
+    generator, count = Generator().manual_seed(1), torch.zeros(9)
+    labels = torch.tensor([0] * 6 + [1] * 3)
+    for _ in range(3000):
+        count[balanced(labels, 4, generator)] += 1
+    assert torch.allclose(count / 3000, torch.tensor([2 / 6] * 6 + [2 / 3] * 3), atol=0.05)
+
+
+def test_a_run_keeps_equally_many_of_each_class() -> None:
+    one = in_second_task(memory=21)
+    assert one.method.memory[0].labels.bincount().tolist() == [7, 7, 7]
+
+
+def test_the_memory_passes_without_dropout_and_the_batch_with_it() -> None:
+    one = in_second_task(memory=20)
+    model, method, random = one.context.model, one.method, one.random.step
+    model.train()
+    dropped: list[bool] = []
+    model.dropout.register_forward_hook(lambda module, inputs, y: dropped.append(not torch.equal(inputs[0], y)))
+    method.gradients(one.learning.lesson.train.take(torch.arange(16)), one.learning.trained, sam=False)
+    assert dropped == [True, False]
+    assert model.dropout.training
+    place = random.get_state()
+    first = method.remembered()
+    random.set_state(place)
+    model.dropout.p = 0.9  # not drawn, not used
+    assert torch.equal(method.remembered(), first)
 
 
 def test_the_memory_is_a_sample_without_repetition_from_the_methods_generator() -> None:

@@ -12,7 +12,7 @@ import tiny
 from ness import NessError
 from ness.lab.methods._projection.project import removal
 from ness.lab.methods._reservoir import Reservoir, slots
-from ness.lab.methods.fsdgpm import clipped, rewrapped, uphill
+from ness.lab.methods.fsdgpm import clipped, halves, rewrapped, uphill
 from ness.lab.runs.jobs import resolve
 from ness.lab.training.loader import Batch
 from ness.lab.training.losses import cross_entropy_of_many
@@ -142,6 +142,71 @@ def test_replayed_samples_count_under_their_own_head_and_empty_places_not_at_all
     everyone, certain = one.method.memory.beside(one.data["train"][0].take(torch.arange(8)), 64, generator())
     assert certain.tolist() == [1.0] * 8 + [0.0] * 64
     assert torch.equal(everyone.images[8:16], everyone.images[:8])  # stand-ins until the memory holds something
+
+
+def test_a_short_batch_has_as_few_replayed_samples_beside_it() -> None:
+    """As published: min(n, what the memory holds); 64 of them beside 14 would drown the task."""
+    one = in_second_task(batch=16, replay=12)  # 56 = 3·16 + 8
+    seen = []
+    beside = one.method.memory.beside
+    one.method.memory.beside = lambda batch, count, random: (
+        seen.append((len(batch.labels), count)) or beside(batch, count, random)
+    )
+    one.advance()
+    assert seen == [(16, 12)] * 3 + [(8, 8)]
+
+
+@pytest.mark.parametrize(("count", "parts"), [(2, [2]), (3, [3]), (4, [2, 2]), (14, [7, 7]), (15, [8, 7])])
+def test_no_half_of_a_short_batch_is_a_single_sample(count: int, parts: list[int]) -> None:
+    batch = Batch(torch.arange(count), torch.arange(count), 0)
+    assert [len(half.labels) for half in halves(batch)] == parts
+    assert torch.equal(torch.cat([half.images for half in halves(batch)]), batch.images)
+
+
+def test_a_last_batch_of_two_is_learnt_from() -> None:
+    one = tiny.trainer("fsdgpm", batch=27, epochs=1)  # 56 = 2·27 + 2
+    tiny.to_the_end(one)
+    assert one.done
+
+
+@pytest.mark.parametrize("norm", ["batch", "stored"])
+def test_bases_see_a_task_as_it_is_tested(norm: str) -> None:
+    """Each remembered image's rows are those of a pass of its own task's images, whatever other tasks are like."""
+    one = in_second_task(norm=norm, memory=100, samples=40)
+    method, model = one.method, one.context.model.eval()
+    memory = method.memory
+    order = torch.randperm(int(memory.filled), generator=generator())[:40]
+    tasks = memory.tasks.clone()
+    memory.tasks[: len(memory.tasks) // 3] = 1  # as if there had been a second task
+    rows = method._rows(order)
+    at = 0
+    for task in (0, 1):
+        wanted = order[memory.tasks[order] == task]
+        others = [n for n in range(int(memory.filled)) if memory.tasks[n] == task and n not in wanted.tolist()]
+        images = memory.images[[*wanted.tolist(), *others[: 64 - len(wanted)]]]
+        x = model.norm(model.conv(images)).relu()
+        expected = model.pool(x).flatten(1)[: len(wanted)]
+        found = rows["fc"][at : at + len(wanted)]
+        torch.testing.assert_close(found[:, :-1].float(), expected.detach(), rtol=1e-5, atol=1e-6)
+        at += len(wanted)
+    assert at == len(rows["fc"]) == 40
+    before = {name: value.clone() for name, value in rows.items()}
+    memory.images[(memory.tasks == 1).nonzero().flatten()] *= 5
+    after = method._rows(order)
+    first = int((memory.tasks[order] == 0).sum())
+    assert torch.equal(after["fc"][:first], before["fc"][:first])
+    assert not torch.equal(after["fc"][first:], before["fc"][first:])
+    memory.tasks.copy_(tasks)
+
+
+def test_a_task_with_one_remembered_image_has_rows_too() -> None:
+    one = in_second_task(memory=20, samples=20, replay=10)
+    memory = one.method.memory
+    memory.tasks[0] = 1
+    one.context.model.eval()
+    rows = one.method._rows(torch.arange(20))
+    assert len(rows["fc"]) == 20
+    assert all(bool(value.isfinite().all()) for value in rows.values())
 
 
 def test_old_heads_learn_through_replay_and_gradients_are_clipped() -> None:

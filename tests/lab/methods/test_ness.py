@@ -62,8 +62,8 @@ def test_sgd_form_equals_any_form(changes) -> None:
     """F15: on the increment, SGD in the null space is SGD with a projected gradient; and SAM's ascent is as long."""
     one = until_task(tiny.trainer("ness", norm="stored", **changes), 1)
     other = until_task(tiny.trainer("ness", norm="stored", **changes), 1)
-    original = other.method.guard.constraining
-    other.method.guard.constraining = lambda form: original(form="any")
+    original = other.method.guard.constrain
+    other.method.guard.constrain = lambda form, progress: original(form="any", progress=progress)
     until_task(one, 2)
     until_task(other, 2)
     mine, theirs = one.context.model.state_dict(), other.context.model.state_dict()
@@ -84,10 +84,13 @@ def test_sgd_form_equals_any_form(changes) -> None:
 )
 def test_the_form_follows_the_optimizer(changes: dict, form: str, monkeypatch) -> None:
     asked = []
-    original = ness.NullSpace.constraining
-    monkeypatch.setattr(
-        ness.NullSpace, "constraining", lambda self, form: (asked.append(form), original(self, form))[1]
-    )
+    original = ness.NullSpace.constrain
+
+    def constrain(self, form, progress):
+        asked.append(form)
+        original(self, form, progress=progress)
+
+    monkeypatch.setattr(ness.NullSpace, "constrain", constrain)
     tiny.to_the_end(tiny.trainer("ness", epochs=1, **changes))
     assert asked == [form, form]
 

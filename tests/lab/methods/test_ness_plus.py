@@ -71,13 +71,44 @@ def test_taken_up_in_the_middle_of_a_task(changes: dict, tmp_path: Path) -> None
 def test_a_task_keeps_at_most_five_percent(network: str, side: int) -> None:
     made = {"weights": torch.Generator(), "dropout": torch.Generator(), "device": torch.device("cpu")}
     model = build(registry.all_networks()[network], (3, side, side), [5, 5], "stored", **made)
-    layers = sizes_of(model, 2, ()).layers
+    layers = sizes_of(model, 2, ()).weights
     norms = sum(values.numel() for norm in batch_norms(model) for values in norm.state_dict().values())
     k = directions_within(layers, norms, 0.05)
-    kept = norms + sum(outputs * min(k, width // 3) for outputs, width in layers)
-    weights = sum(outputs * width for outputs, width in layers)
+    kept = norms + sum(outputs * min(k, fan_in // 3) for outputs, fan_in in layers)
+    weights = sum(outputs * fan_in for outputs, fan_in in layers)
     assert 0.045 * weights < kept <= 0.05 * weights
     assert k >= 32
+
+
+@pytest.mark.parametrize(
+    ("changes", "sets"),
+    [
+        ({}, 3),
+        ({"private": 3}, 3),
+        ({"private": 3, "basis": "own"}, 3),
+        ({"private": 3, "rule": "nuclear", "eps": 0.03}, 1),
+        ({"private": 3, "rule": "none"}, 1),
+    ],
+)
+def test_what_it_keeps_is_at_most_what_is_listed(changes: dict, sets: int) -> None:
+    one = until_task(tiny.trainer("ness-plus", epochs=1, norm="stored", **changes), 2)  # before the last: at its most
+    tensors, _ = one.method.state()
+    sizes = sizes_of(one.context.model, 3, (1, 6, 6))
+    held = sum(value.numel() * value.element_size() for name, value in tensors.items() if not name.startswith("rest/"))
+    held += sum(p.numel() * 4 for name, p in one.context.model.named_parameters() if name.startswith("heads"))  # kept
+    listed = one.spec.kept_at_most(sizes, one.context.own)
+    assert 0.8 * listed < held <= listed
+    assert sum(name.endswith("/gram") for name in tensors) == sets * len(sizes.layers)
+
+
+def test_at_most_a_third_of_the_fan_in_is_one_rule_for_all() -> None:
+    one = tiny.trainer("ness-plus", private=36, epochs=1)
+    fan_ins = {name: layer.fan_in for name, layer in one.method.guard._found.layers.items()}
+    to_the_end = until_task(one, 2)
+    parts = to_the_end.method.guard._tasks.private["task 2"]
+    assert {name: part.width for name, part in parts.items()} == {name: fan_in // 3 for name, fan_in in fan_ins.items()}
+    weights = sizes_of(one.context.model, 3, (1, 6, 6)).weights
+    assert directions_within(weights, 0, 1.0) == max(fan_ins.values()) // 3
 
 
 def test_the_record_says_what_a_task_keeps() -> None:

@@ -19,7 +19,7 @@ from ness.lab.runs.jobs import resolve
 from ness.lab.runs.metrics import scores
 from ness.lab.training.loop import Trainer
 
-FAMILY = ("codecl", "dfgp", "fsdgpm", "gpm", "ogd", "owm", "sd", "sgp", "trgp")
+FAMILY = ("codecl", "cuber", "dfgp", "fsdgpm", "gpm", "ogd", "owm", "sd", "sgp", "trgp")
 ALIKE = {"optimizer": "sgd", "lr": 0.05}  # so that what differs is the method
 
 

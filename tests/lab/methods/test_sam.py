@@ -14,7 +14,7 @@ from ness.lab.methods.base import clear
 from ness.lab.runs.jobs import resolve
 from ness.lab.training.loop import Trainer
 
-PROJECTING = ("codecl", "dfgp", "gpm", "ogd", "owm", "sd", "sgp", "trgp")
+PROJECTING = ("codecl", "cuber", "dfgp", "gpm", "ogd", "owm", "sd", "sgp", "trgp")
 RHO = 0.05
 
 

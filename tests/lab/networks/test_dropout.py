@@ -3,7 +3,7 @@ import torch
 from torch import Generator
 
 from ness import NessError
-from ness.lab.networks.dropout import Dropout, drawn
+from ness.lab.networks.dropout import Dropout, drawn, without_dropout
 
 
 def test_masks_come_from_its_generator() -> None:
@@ -49,3 +49,14 @@ def test_any_shape_and_layout_is_masked(shape: tuple[int, ...]) -> None:
     kept = layer.draw(x)
     assert kept is not None
     assert kept.stride() == x.stride()  # the kernels of a card read both in one order
+
+
+def test_without_dropout_nothing_is_dropped_or_drawn_and_modes_come_back() -> None:
+    network = torch.nn.Sequential(Dropout(0.5), torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3), Dropout(0.5).eval())
+    x = torch.randn(4, 3, generator=Generator().manual_seed(1))
+    with without_dropout(network):
+        assert torch.equal(network[:2](x), x)  # the first has no generator, so it would have refused to draw
+        assert network[2].training
+    with pytest.raises(ValueError, match="expected 2D"), without_dropout(network):
+        network(x[0])
+    assert [module.training for module in network] == [True, True, True, False]

@@ -1,9 +1,10 @@
 import errno
-import json
+import os
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from ness import NessError
 from ness.lab.runs import checkpoint
@@ -61,33 +62,60 @@ def test_damage_is_noticed(damage: str, tmp_path: Path) -> None:
         checkpoint.read(path)
 
 
-@pytest.mark.parametrize("where", ["save", "rename"])
-def test_a_full_disk_is_one_line_and_leaves_the_last_good_one(where: str, tmp_path: Path, monkeypatch) -> None:
+@pytest.mark.parametrize("call", ["open", "write", "fsync", "replace"])
+def test_a_full_disk_is_one_line_and_leaves_the_last_good_one(call: str, tmp_path: Path, monkeypatch) -> None:
     checkpoint.write(tmp_path, TENSORS, {"good": True})
 
-    def full(*_: object) -> None:
+    def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "save_file" if where == "save" else "replace_durably", full)
-    with pytest.raises(
-        NessError, match=r"No space left on device.*last good checkpoint is checkpoint-000001"
-    ) as caught:
-        checkpoint.write(tmp_path, TENSORS, {})
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, full)
+        with pytest.raises(
+            NessError, match=r"No space left on device.*last good checkpoint is checkpoint-000001"
+        ) as caught:
+            checkpoint.write(tmp_path, TENSORS, {})
     assert "\n" not in str(caught.value)
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-000001.safetensors"]
     assert checkpoint.read(checkpoint.paths(tmp_path)[0])[1] == {"good": True}
 
 
-def test_json_is_all_or_nothing(tmp_path: Path, monkeypatch) -> None:
-    path = tmp_path / "result.json"
-    checkpoint.write_json(path, {"a": 1})
+def test_every_flipped_bit_is_noticed(tmp_path: Path, monkeypatch) -> None:
+    """Header, manifest, checksum and tensors: 8 flips of every byte of a small checkpoint."""
+    path = checkpoint.write(tmp_path, {"a": torch.arange(3.0), "t": torch.arange(4.0).view(2, 2).T}, {"at": 1})
+    raw = path.read_bytes()
+    for bit in range(8 * len(raw)):
+        flipped = bytearray(raw)
+        flipped[bit // 8] ^= 1 << bit % 8
+        monkeypatch.setattr(checkpoint, "read_bytes", lambda path, now=bytes(flipped): now)
+        with pytest.raises(NessError, match="damaged"):
+            checkpoint.read(path)
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, "replace_durably", full)
-    with pytest.raises(NessError, match="No space left"):
-        checkpoint.write_json(path, {"a": 2})
-    assert json.loads(path.read_text()) == {"a": 1}
-    with pytest.raises(ValueError, match="JSON"):
-        checkpoint.write_json(path, float("nan"))
+def test_one_from_before_there_was_a_checksum_of_the_header_is_read(tmp_path: Path) -> None:
+    held = {"a": torch.arange(6.0).reshape(3, 2)}
+    metadata = {"manifest": '{"x": 1}', "checksum": str(checkpoint.checksum(held)), "strides": '{"a": [1, 3]}'}
+    path = tmp_path / "checkpoint-000004.safetensors"
+    save_file(held, path, metadata)
+    tensors, manifest = checkpoint.read(path)
+    assert torch.equal(tensors["a"], held["a"])
+    assert tensors["a"].stride() == (1, 3)
+    assert manifest == {"x": 1}
+    save_file({"a": held["a"] + 1}, path, metadata)
+    with pytest.raises(NessError, match="damaged: it does not match its checksum"):
+        checkpoint.read(path)
+
+
+def test_a_number_that_is_given_replaces_the_checkpoint_of_that_number(tmp_path: Path) -> None:
+    for number in (1, 2, 2):
+        checkpoint.write(tmp_path, {}, {"number": number}, number)
+    assert [path.name for path in checkpoint.paths(tmp_path)] == [f"checkpoint-00000{n}.safetensors" for n in (1, 2)]
+
+
+def test_what_is_only_called_like_a_checkpoint_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "checkpoint-last.safetensors").write_text("mine")
+    (tmp_path / "checkpoint-000007.safetensors").mkdir()
+    assert checkpoint.write(tmp_path, TENSORS, {}).name == "checkpoint-000008.safetensors"
+    with pytest.raises(NessError, match="found a folder, expected an ordinary file"):
+        checkpoint.read(tmp_path / "checkpoint-000007.safetensors")
+    assert (tmp_path / "checkpoint-last.safetensors").exists()

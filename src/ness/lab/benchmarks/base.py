@@ -130,4 +130,5 @@ class Benchmark:
     tasks: int
     load: Callable[[Request], Stream]
     options: type = NoOptions
+    check: Callable[[Any], None] | None = None  # refuses options out of their range, before any data is read
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

@@ -7,11 +7,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ness._files import read_bytes, reason
 from ness.errors import NessError
 from ness.lab.benchmarks.base import Benchmark, Request, Stream, Task
 from ness.lab.benchmarks.own import SETTINGS, network_for, stream_from_tasks, task_from_tensors
 from ness.lab.datasets import image
 
+SIDES = (16, 512)  # pixels a side that images may be brought to
 KEPT = (16, 84)  # pixels a side that images are left at, if all of them agree
 Files = list[tuple[Path, int]]  # image files with their labels
 
@@ -34,8 +36,7 @@ def load_stream(request: Request) -> Stream:
     if request.data is None or not request.data.is_dir():
         given = "no --data" if request.data is None else f"--data {request.data}"
         raise NessError(f"folder: found {given}, expected a folder with a sub-folder a task and below it one a class")
-    if not (0 < options.test_share < 1 and 0 < options.valid_share < 1) or options.image_size < 0:
-        raise NessError(f"folder: found {options}; expected fractions between 0 and 1 and a size of 0 or more")
+    check_options(options)
     found = [_task_files(path, options, request.seed) for path in subfolders(request.data, "a task")]
     files = [path for train, test, _ in found for path, _ in train + test]
     to, channels = _geometry(files, options.image_size)
@@ -48,9 +49,25 @@ def load_stream(request: Request) -> Stream:
     return Stream("folder", stream_from_tasks("folder", tasks).tasks, notes)
 
 
+def check_options(options: Options) -> None:
+    """Refuses a size that no network takes, and shares that leave nothing."""
+    shares = {"test_share": options.test_share, "valid_share": options.valid_share}
+    found = [f"{name} {share:g}" for name, share in shares.items() if not 0 < share < 1]
+    if options.image_size and not SIDES[0] <= options.image_size <= SIDES[1]:
+        found.append(f"image_size {options.image_size}")
+    if found:
+        raise NessError(
+            f"folder: found {', '.join(found)}; expected fractions between 0 and 1, and {SIDES[0]} to {SIDES[1]} "
+            "pixels, or 0 for the images' own"
+        )
+
+
 def subfolders(path: Path, what: str) -> list[Path]:
     """The folders below `path` in the order of their names; hidden ones are left out."""
-    found = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    try:
+        found = sorted(child for child in path.iterdir() if child.is_dir() and not child.name.startswith("."))
+    except OSError as error:
+        raise NessError(f"{path}: cannot be looked into ({reason(error)})") from error
     if not found:
         raise NessError(f"{path}: holds no sub-folder, expected one for each {what.removeprefix('a ')}")
     return found
@@ -92,10 +109,17 @@ def _geometry(files: list[Path], size: int) -> tuple[tuple[int, int], int]:
     sizes: set[tuple[int, int]] = set()
     grey = True
     for path in files:
-        data = path.read_bytes()
+        data = _bytes(path)
         sizes.add(image.size(data, str(path)))
         grey = grey and image.is_grey(data, str(path))
     return (size, size) if size else common_size(sizes), 1 if grey else 3
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return read_bytes(path, image.LARGEST)
+    except FileNotFoundError as error:
+        raise NessError(f"{path}: is a link to nothing; remove it, or put the image there") from error
 
 
 def common_size(sizes: set[tuple[int, int]]) -> tuple[int, int]:
@@ -121,7 +145,7 @@ def _decoded(files: Files, geometry: tuple[tuple[int, int], int]) -> tuple[Tenso
     to, channels = geometry
     images = torch.empty(len(files), channels, *to, dtype=torch.uint8)
     for at, (path, _) in enumerate(files):
-        pixels = image.decode(path.read_bytes(), str(path), channels=channels, to=to)
+        pixels = image.decode(_bytes(path), str(path), channels=channels, to=to)
         images[at] = torch.from_numpy(np.array(pixels))
     return images, torch.tensor([label for _, label in files])
 
@@ -133,5 +157,6 @@ BENCHMARK = Benchmark(
     tasks=0,  # as many as the folder has
     load=load_stream,
     options=Options,
+    check=check_options,
     settings=dict.fromkeys(("fixed", "reference", "paper"), SETTINGS),
 )

@@ -10,10 +10,12 @@ from functools import partial
 from pathlib import Path, PurePosixPath
 from typing import IO
 
+from ness._files import open_regular, reason
 from ness.errors import NessError
 
 _DEPTH = 5  # folders below the one asked for
-_FILES = 1_000_000
+_FILES = 300_000
+_HEADER = 1 << 16  # bytes of a long name or of extended attributes
 _PADDING = 1 << 20  # bytes that may follow a tar's end
 
 
@@ -35,12 +37,9 @@ def entries(path: Path, limit: int) -> Iterator[Entry]:
     """Files in a folder or archive, in its own order (folders: sorted); more than `limit` bytes in all is refused."""
     if path.is_dir():
         source = _folder(path)
-    elif zipfile.is_zipfile(path):
-        source = _zip(path)
-    elif tarfile.is_tarfile(path):
-        source = _tar(path)
     else:
-        raise NessError(f"{path}: found neither a folder nor a tar or zip archive; it may have been cut off")
+        open_regular(path).close()
+        source = _zip(path) if zipfile.is_zipfile(path) else _tar(path)
     total = 0
     for count, entry in enumerate(source):
         total += entry.size
@@ -76,16 +75,30 @@ def _folder(path: Path) -> Iterator[Entry]:
         folders[:] = sorted(folders) if depth < _DEPTH else []
         for name in sorted(files):
             file = here / name
-            yield Entry(file.relative_to(path).as_posix(), file.stat().st_size, partial(_bytes, file))
-
-
-def _bytes(file: Path) -> IO[bytes]:
-    return file.open("rb")
+            try:
+                found = file.stat()
+            except FileNotFoundError:
+                raise NessError(f"{file}: is a link to nothing; remove it, or put the file there") from None
+            if not stat.S_ISREG(found.st_mode):
+                raise NessError(f"{file}: is a pipe, a device or the like, expected an ordinary file; remove it")
+            yield Entry(file.relative_to(path).as_posix(), found.st_size, partial(open_regular, file))
 
 
 def _tar(path: Path) -> Iterator[Entry]:
-    with tarfile.open(path) as tar:
-        for info in tar:
+    try:
+        opened = tarfile.open(path, tarinfo=_Plain)  # noqa: SIM115
+    except tarfile.ReadError as error:
+        raise NessError(
+            f"{path}: found neither a folder nor a tar or zip archive ({reason(error)}); it may have been cut off"
+        ) from error
+    with opened as tar:
+        for count in range(_FILES + 1):
+            info = tar.next()
+            if info is None:
+                break
+            tar.members.clear()  # type: ignore[attr-defined]  # else every header is kept
+            if count == _FILES:
+                raise NessError(f"{path}: holds more than {_FILES} members; this is not the published archive")
             if info.isdir() and not info.name.strip("./"):
                 continue
             check_name(path, info.name)
@@ -97,6 +110,23 @@ def _tar(path: Path) -> Iterator[Entry]:
             if info.isfile():
                 yield Entry(info.name, info.size, partial(_opened, tar, info))
         _drain(path, tar)
+
+
+class _Plain(tarfile.TarInfo):
+    """A member's header, of which nothing is read that could fill the memory or take for ever."""
+
+    def _proc_member(self, tar: tarfile.TarFile) -> tarfile.TarInfo:
+        if self.type not in tarfile.REGULAR_TYPES and not self.isdir() and self.size > _HEADER:
+            raise NessError(f"a tar archive has a header of {self.size} bytes; refused as hostile")
+        if self.type == tarfile.GNUTYPE_SPARSE:
+            raise NessError("a tar archive has a sparse member, which published ones have not; refused")
+        found: tarfile.TarInfo = super()._proc_member(tar)  # type: ignore[misc]
+        return found
+
+    def _sparse(self, *_: object) -> None:
+        raise NessError("a tar archive has a sparse member, which published ones have not; refused")
+
+    _proc_gnusparse_00 = _proc_gnusparse_01 = _proc_gnusparse_10 = _sparse
 
 
 def _drain(path: Path, tar: tarfile.TarFile) -> None:

@@ -56,7 +56,7 @@ def _images(data: Any, data_set: DataSet, entry: Entry) -> Images:
     if array is None or array.dtype != np.uint8 or array.ndim != 2 or array.shape[1] != np.prod(data_set.shape):
         found = "no array" if array is None else f"{array.dtype} {array.shape}"
         raise NessError(f"{entry.name}: found data of {found}, expected uint8 (n, {np.prod(data_set.shape)})")
-    return np.ascontiguousarray(array).reshape(-1, *data_set.shape)
+    return np.array(array, order="C").reshape(-1, *data_set.shape)
 
 
 def _labels(labels: Any, entry: Entry) -> Labels:

@@ -11,6 +11,7 @@ from typing import IO, cast
 import numpy as np
 from numpy.typing import NDArray
 
+from ness._files import open_regular
 from ness.errors import NessError
 from ness.lab.datasets.arrays import Arrays, Labelled
 from ness.lab.datasets.catalogue import DataSet
@@ -56,8 +57,8 @@ def header(shape: tuple[int, ...]) -> bytes:
 
 def _array(path: Path, shape: tuple[int, ...], md5: str | None, name: str) -> NDArray[np.uint8]:
     expected = header(shape)
-    with guarded(path, name), gzip.open(path) if path.suffix == ".gz" else path.open("rb") as opened:
-        file = cast(IO[bytes], opened)
+    with guarded(path, name), open_regular(path) as raw:
+        file = cast(IO[bytes], gzip.GzipFile(fileobj=raw)) if path.suffix == ".gz" else raw
         reader = Hashing(file, len(expected) + math.prod(shape))
         found = reader.read(len(expected))
         if found != expected:

@@ -1,5 +1,7 @@
 """MiniImageNet: 100 classes of 600 images, from the lineage's pickles, the few-shot caches, or a tree of images."""
 
+import math
+import os
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -7,6 +9,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from ness._files import open_regular
 from ness.errors import NessError
 from ness.lab.datasets import image, pickles
 from ness.lab.datasets.archive import Entry, entries
@@ -62,7 +65,7 @@ def read_tree(folder: Path, data_set: DataSet) -> Arrays:
             if entry.name in places:
                 part, row = places[entry.name]
                 with entry.open() as file:
-                    data = file.read(entry.size)
+                    data = image.bytes_of(file, entry.size, f"{folder}, {entry.name}")
                 images[part][row] = image.decode(data, f"{folder}, {entry.name}", channels=3, to=data_set.shape[1:])
     labels = [np.array([label for _, label in names], np.int64) for names in (train, test)]
     return Arrays(Labelled(images[0], labels[0]), Labelled(images[1], labels[1]))
@@ -111,8 +114,11 @@ def _divided(
 
 
 def _loaded(path: Path, data_set: DataSet) -> dict[Any, Any]:
-    with guarded(path, data_set.name), path.open("rb") as file:
-        content = pickles.load(Hashing(file, path.stat().st_size))
+    with guarded(path, data_set.name), open_regular(path) as file:
+        size, limit = os.fstat(file.fileno()).st_size, 4 * data_set.train * math.prod(data_set.shape) + (1 << 24)
+        if size > limit:
+            raise NessError(f"{path}: found {size} bytes, expected at most {limit}: not a file of {data_set.title}")
+        content = pickles.load(Hashing(file, size))
         if not isinstance(content, dict):
             raise NessError(f"{path}: found a {type(content).__name__}, expected a dictionary")
     return content

@@ -1,8 +1,13 @@
-"""A pickle read without running anything: a small machine that knows data, NumPy arrays, and no other callable."""
+"""A pickle read without running anything: its opcodes are looked through before anything is built.
 
-import ast
-import pickle as opcodes
-import struct
+Known are numbers, text, bytes, lists, tuples, dictionaries with keys of text, bytes and whole numbers, and integer
+arrays of NumPy. What a pickle "calls" are functions of ours under the names that NumPy's pickles give.
+"""
+
+import io
+import pickle
+import pickletools
+import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -12,71 +17,60 @@ from numpy.typing import NDArray
 from ness.errors import NessError
 from ness.lab.datasets.reading import Hashing
 
-_LONG = 1 << 16  # strings from here on stay raw bytes, in an array
+DEPTH = 32  # values inside values
+_LONG = 1 << 16  # Python 2's strings from here on are bytes
+_DIGITS = 32  # of a whole number that is written out
+_SLACK = 1024  # how far a memo's index may be ahead of its length: indices are counted up by whoever writes a pickle
 
-
-class Global:
-    """A name in a pickle: only looked at, never imported."""
-
-    def __init__(self, module: str, name: str) -> None:
-        # NumPy 2 moved numpy.core to numpy._core; files of either spelling are read.
-        self.path = f"{module}.{name}".replace("numpy._core.", "numpy.core.").replace("__builtin__.", "builtins.")
+_KEYS = {"INT", "BININT", "BININT1", "BININT2", "LONG", "LONG1", "LONG4", "STRING", "BINSTRING", "SHORT_BINSTRING"}
+_KEYS |= {"UNICODE", "BINUNICODE", "SHORT_BINUNICODE", "BINUNICODE8", "BINBYTES", "SHORT_BINBYTES", "BINBYTES8"}
+_ATOMS = {"NONE", "NEWTRUE", "NEWFALSE", "FLOAT", "BINFLOAT", "BYTEARRAY8"}
+_EMPTY = {"EMPTY_TUPLE": "tuple", "EMPTY_LIST": "list", "EMPTY_DICT": "dict"}
+_PYTHON_2 = {"STRING", "BINSTRING", "SHORT_BINSTRING"}
 
 
 class Dtype:
     """An integer dtype that is being put together."""
 
     def __init__(self, code: object) -> None:
-        if not isinstance(code, str) or code.lstrip("<>|=") not in (
-            "u1",
-            "i1",
-            "u2",
-            "i2",
-            "u4",
-            "i4",
-            "u8",
-            "i8",
-            "b1",
-        ):
-            raise NessError(f"a pickle holds an array of type {code!r}, expected integers; refused")
-        self.value = np.dtype(code)
+        text = code.decode("latin-1") if isinstance(code, bytes) else code
+        kinds = ("u1", "i1", "u2", "i2", "u4", "i4", "u8", "i8", "b1")
+        if not isinstance(text, str) or text.lstrip("<>|=") not in kinds:
+            raise NessError(f"a pickle holds an array of type {code!r:.40}, expected integers; refused")
+        self.value = np.dtype(text)
 
-    def build(self, state: object) -> None:
+    def __setstate__(self, state: object) -> None:
         """Take the byte order from (version, order, …)."""
-        if not isinstance(state, tuple) or len(state) < 2 or state[1] not in ("<", ">", "|", "="):
+        order: Any = state[1] if isinstance(state, tuple) and len(state) >= 2 else None
+        order = order.decode("latin-1") if isinstance(order, bytes) else order
+        if order not in ("<", ">", "|", "="):
             raise ValueError("a dtype's state is not understood")
-        self.value = self.value.newbyteorder(state[1])
+        self.value = self.value.newbyteorder(order)
 
 
 class Array:
-    """An array that is being put together; `value` is set when its bytes arrive."""
+    """An array that is being put together; `value` is set when its bytes arrive, and lies over them."""
 
     value: NDArray[Any] | None = None
 
-    def build(self, state: object) -> None:
+    def __setstate__(self, state: object) -> None:
         """Take shape, dtype, order and bytes from (version, shape, dtype, fortran, raw)."""
         if not isinstance(state, tuple) or len(state) != 5:
             raise ValueError("an array's state is not understood")
         _, shape, dtype, fortran, raw = state
-        self.fill(raw, dtype, shape, "F" if fortran else "C")
+        self.fill(raw, dtype, shape, "F" if fortran is True else "C")
 
     def fill(self, raw: object, dtype: object, shape: object, order: object) -> None:
         """The array over `raw` itself, without a copy."""
-        if not isinstance(dtype, Dtype) or order not in ("C", "F"):
+        if not isinstance(dtype, Dtype) or order not in ("C", "F", b"C", b"F"):
             raise ValueError("an array's dtype or order is not understood")
         if not isinstance(shape, tuple) or not all(type(n) is int and 0 <= n < 1 << 40 for n in shape):
             raise ValueError("an array's shape is not understood")
-        self.value = _raw(raw).view(dtype.value).reshape(shape, order="C" if order == "C" else "F")
-
-
-def _raw(value: object) -> NDArray[np.uint8]:
-    if isinstance(value, str):
-        value = value.encode("latin-1")
-    if isinstance(value, bytes):
-        value = np.frombuffer(bytearray(value), np.uint8)
-    if not isinstance(value, np.ndarray):
-        raise ValueError("an array's bytes are missing")
-    return value
+        raw = raw.encode("latin-1") if isinstance(raw, str) else raw
+        if not isinstance(raw, bytes | bytearray):
+            raise ValueError("an array's bytes are missing")
+        flat = np.frombuffer(raw, np.uint8).view(dtype.value)
+        self.value = flat.reshape(shape, order="F" if order in ("F", b"F") else "C")
 
 
 def _reconstruct(*_: object) -> Array:
@@ -102,13 +96,14 @@ def _encode(text: object, encoding: object = "latin1") -> bytes:
     return text.encode("latin-1")
 
 
+_ENCODE = "_codecs.encode"
 # What a pickle may "call": these functions of ours, in place of the ones it names.
 _CALLS: Mapping[str, Callable[..., object]] = {
     "numpy.core.multiarray._reconstruct": _reconstruct,
     "numpy.core.multiarray.scalar": _scalar,
     "numpy.core.numeric._frombuffer": _from_buffer,
     "numpy.dtype": lambda code, *_: Dtype(code),
-    "_codecs.encode": _encode,
+    _ENCODE: _encode,
     "collections.OrderedDict": lambda *_: {},
     "collections.defaultdict": lambda *_: {},
 }
@@ -116,158 +111,246 @@ _NAMES = {*_CALLS, "numpy.ndarray", "builtins.list", "builtins.int"}
 
 
 def load(file: Hashing) -> Any:
-    """The value in a pickle of plain data and integer arrays (as `Array`); any other name in it is an error."""
-    return _Machine(file).run()
+    """The value in a pickle of plain data and integer arrays (as `Array`); anything else in it is an error."""
+    raw = file.read(file.left)
+    python_2 = scan(raw)
+    value = _Unpickler(io.BytesIO(raw), encoding="bytes").load()
+    return _Settled(python_2).value(value)
 
 
-class _Machine:
-    """The pickle stack machine, for the opcodes that describe data."""
+def _path(module: str, name: str) -> str:
+    """The name of a global, if it is one of those that are known; NumPy 2 moved numpy.core to numpy._core."""
+    path = f"{module}.{name}".replace("numpy._core.", "numpy.core.").replace("__builtin__.", "builtins.")
+    if path not in _NAMES:
+        raise NessError(
+            f"a pickle names {module}.{name}, expected nothing but NumPy arrays and plain values; "
+            "refused without running any of it"
+        )
+    return path
 
-    def __init__(self, file: Hashing) -> None:
-        self.file = file
-        self.stack: list[Any] = []
-        self.marks: list[int] = []  # where on the stack the open collections begin
-        self.memo: dict[int, Any] = {}
 
-    def run(self) -> Any:
-        while (code := self.file.read(1)) != opcodes.STOP:
-            action = _ACTIONS.get(code)
-            if action is None:
-                raise NessError(f"a pickle uses the instruction {code!r}, which data files do not need; refused")
-            action(self)
+class _Call:
+    """A function of ours in the place of one that is named; nothing about it can be changed."""
+
+    __slots__ = ("function",)
+
+    def __init__(self, function: Callable[..., object]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: object) -> object:
+        return self.function(*arguments)
+
+    def __setstate__(self, state: object) -> None:
+        raise ValueError("a state is not understood")
+
+
+class _Unpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> object:
+        path = _path(str(module), str(name))
+        return _Call(_CALLS[path]) if path in _CALLS else object()
+
+    def persistent_load(self, pid: object) -> object:
+        raise NessError("a pickle points at something outside itself; refused")
+
+
+def scan(raw: bytes) -> bool:
+    """Look through the opcodes of a pickle, without building anything of it.
+
+    Returns:
+        Whether Python 2 wrote it, whose strings have no encoding.
+
+    Raises:
+        NessError: it uses what data files do not need: other opcodes, names, keys, or values nested too deep.
+        ValueError: it is no pickle.
+    """
+    shapes, python_2 = _Shapes(len(raw)), False
+    with warnings.catch_warnings():  # about escapes in quoted text
+        warnings.simplefilter("ignore")
+        for opcode, argument, _ in pickletools.genops(raw):
+            python_2 = python_2 or opcode.name in _PYTHON_2
+            shapes.see(opcode.name, argument)
+    return python_2
+
+
+Shape = tuple[str, int]  # kind of a value on the stack, and how deep values lie in it; kind "mark" opens a collection
+_MARK: Shape = ("mark", 0)
+
+
+class _Shapes:
+    """What lies on a pickle's stack, without the values."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.stack: list[Shape] = []
+        self.memo: dict[int, Shape] = {}
+
+    def see(self, name: str, argument: Any) -> None:
+        """One more opcode."""
+        if name in _KEYS:
+            self._check_number(argument)
+            self.stack.append(("atom" if isinstance(argument, bool) else "key", 1))
+        elif name in _ATOMS:
+            self.stack.append(("atom", 1))
+        elif name in _EMPTY:
+            self.stack.append((_EMPTY[name], 1))
+        elif (action := _ACTIONS.get(name)) is not None:
+            action(self, argument)
+        else:
+            raise NessError(f"a pickle uses the instruction {name}, which data files do not need; refused")
+
+    def _check_number(self, argument: Any) -> None:
+        if isinstance(argument, int) and argument.bit_length() > 4 * _DIGITS:
+            raise NessError(f"a pickle holds a whole number of {argument.bit_length()} bits; refused")
+
+    def pop(self, kind: str = "") -> Shape:
+        if not self.stack or (self.stack[-1] is _MARK) or (kind and self.stack[-1][0] != kind):
+            raise ValueError(f"{kind or 'a value'} is missing on a pickle's stack")
         return self.stack.pop()
 
-    def number(self, form: str) -> int:
-        value: int = struct.unpack(form, self.file.read(struct.calcsize(form)))[0]
-        return value
+    def marked(self) -> list[Shape]:
+        items: list[Shape] = []
+        while self.stack:
+            if (item := self.stack.pop()) is _MARK:
+                return items[::-1]
+            items.append(item)
+        raise ValueError("a mark is missing on a pickle's stack")
 
-    def text(self, count: int) -> None:
-        self.stack.append(self.file.read(count).decode("utf-8", "surrogatepass"))
+    def push(self, kind: str, inside: list[Shape]) -> None:
+        depth = 1 + max((depth for _, depth in inside), default=0)
+        if depth > DEPTH:
+            raise NessError(f"a pickle nests its values deeper than {DEPTH}; refused")
+        self.stack.append((kind, depth))
 
-    def string(self, count: int) -> None:
-        """A Python 2 string: text when short, raw bytes when long."""
-        self.stack.append(self.file.read(count).decode("latin-1") if count < _LONG else self.file.read_array(count))
+    def extend(self, kind: str, items: list[Shape]) -> None:
+        before = self.pop(kind)
+        if kind == "dict":
+            if len(items) % 2:
+                raise ValueError("a dictionary's value is missing")
+            for key in items[::2]:
+                if key[0] != "key":
+                    raise NessError(
+                        "a pickle has dictionary keys that are neither text, bytes nor whole numbers; refused"
+                    )
+        self.push(kind, [*items, (kind, before[1] - 1)])
 
-    def data(self, count: int) -> None:
-        self.stack.append(self.file.read(count) if count < _LONG else self.file.read_array(count))
+    def last(self, count: int) -> list[Shape]:
+        return [self.pop() for _ in range(count)][::-1]
 
-    def quoted(self) -> None:
-        value = ast.literal_eval("b" + self.file.read_line().decode("ascii"))
-        if not isinstance(value, bytes):
-            raise ValueError("a string is not quoted")
-        self.stack.append(value.decode("latin-1"))
+    def keep(self, at: Any) -> None:
+        if not isinstance(at, int) or not 0 <= at <= len(self.memo) + _SLACK:
+            raise NessError(f"a pickle remembers a value under the number {at}; refused")
+        self.memo[at] = self.pop()
+        self.stack.append(self.memo[at])
 
-    def integer(self) -> None:
-        line = self.file.read_line()
-        self.stack.append({b"00": False, b"01": True}.get(line) if line in (b"00", b"01") else int(line.rstrip(b"L")))
+    def remembered(self, at: Any) -> None:
+        if at not in self.memo:
+            raise ValueError("a pickle asks for a value that it did not remember")
+        self.stack.append(self.memo[at])
 
-    def long(self, count: int) -> None:
-        self.stack.append(int.from_bytes(self.file.read(count), "little", signed=True))
-
-    def marked(self) -> list[Any]:
-        at = self.marks.pop()
-        items = self.stack[at:]
-        del self.stack[at:]
-        return items
-
-    def top(self, kind: type) -> Any:
-        if not isinstance(self.stack[-1], kind):
-            raise ValueError(f"a {kind.__name__} is missing")
-        return self.stack[-1]
-
-    def last(self, count: int) -> list[Any]:
-        if len(self.stack) < count:
-            raise ValueError("the stack is empty")
-        items = self.stack[len(self.stack) - count :]
-        del self.stack[len(self.stack) - count :]
-        return items
-
-    def pairs(self, items: list[Any]) -> dict[Any, Any]:
-        return dict(zip(items[::2], items[1::2], strict=True))
-
-    def name(self, module: str, name: str) -> None:
-        found = Global(module, name)
-        if found.path not in _NAMES:
-            raise NessError(
-                f"a pickle names {module}.{name}, expected nothing but NumPy arrays and plain values; "
-                "refused without running any of it"
-            )
-        self.stack.append(found)
-
-    def reduce(self) -> None:
-        function, arguments = self.last(2)
-        if not isinstance(function, Global) or function.path not in _CALLS or not isinstance(arguments, tuple):
-            raise ValueError("a call is not understood")
-        self.stack.append(_CALLS[function.path](*arguments))
-
-    def build(self) -> None:
-        (state,) = self.last(1)
-        if not isinstance(self.stack[-1], Array | Dtype):
-            raise ValueError("a state is not understood")
-        self.stack[-1].build(state)
+    def named(self, argument: Any) -> None:
+        module, _, name = str(argument).partition(" ")
+        self.stack.append((f"global {_path(module, name)}", 1))
 
     def stack_global(self) -> None:
-        module, name = self.last(2)
-        self.name(str(module), str(name))
+        self.pop("key")
+        self.pop("key")
+        self.stack.append(("global", 1))  # its name is checked before it is looked up
 
-    def push(self, value: object) -> None:
-        self.stack.append(value)
+    def reduce(self) -> None:
+        arguments, function = self.pop("tuple"), self.pop()
+        if not function[0].startswith("global"):
+            raise ValueError("a call is not understood")
+        bytes_alone = function[0] == f"global {_ENCODE}"
+        self.push("key" if bytes_alone else "dict" if "collections" in function[0] else "made", [arguments])
 
-    def keep(self, at: int) -> None:
-        self.memo[at] = self.stack[-1]
+    def build(self) -> None:
+        state, built = self.pop(), self.pop("made")
+        self.push("made", [state, (built[0], built[1] - 1)])
+
+    def frame(self, size: Any) -> None:
+        if not 0 <= size <= self.size:
+            raise ValueError("a frame is longer than its pickle")
 
 
-_ACTIONS: Mapping[bytes, Callable[[_Machine], object]] = {
-    opcodes.PROTO: lambda m: m.file.read(1),
-    opcodes.FRAME: lambda m: m.file.read(8),
-    opcodes.MARK: lambda m: m.marks.append(len(m.stack)),
-    opcodes.POP: lambda m: m.stack.pop(),
-    opcodes.POP_MARK: lambda m: m.marked(),
-    opcodes.DUP: lambda m: m.push(m.stack[-1]),
-    opcodes.NONE: lambda m: m.push(None),
-    opcodes.NEWTRUE: lambda m: m.push(True),
-    opcodes.NEWFALSE: lambda m: m.push(False),
-    opcodes.INT: lambda m: m.integer(),
-    opcodes.LONG: lambda m: m.integer(),
-    opcodes.LONG1: lambda m: m.long(m.number("<B")),
-    opcodes.LONG4: lambda m: m.long(m.number("<i")),
-    opcodes.BININT: lambda m: m.push(m.number("<i")),
-    opcodes.BININT1: lambda m: m.push(m.number("<B")),
-    opcodes.BININT2: lambda m: m.push(m.number("<H")),
-    opcodes.BINFLOAT: lambda m: m.push(m.number(">d")),
-    opcodes.STRING: lambda m: m.quoted(),
-    opcodes.BINSTRING: lambda m: m.string(m.number("<i")),
-    opcodes.SHORT_BINSTRING: lambda m: m.string(m.number("<B")),
-    opcodes.UNICODE: lambda m: m.push(m.file.read_line().decode("raw-unicode-escape")),
-    opcodes.BINUNICODE: lambda m: m.text(m.number("<I")),
-    opcodes.SHORT_BINUNICODE: lambda m: m.text(m.number("<B")),
-    opcodes.BINUNICODE8: lambda m: m.text(m.number("<Q")),
-    opcodes.BINBYTES: lambda m: m.data(m.number("<I")),
-    opcodes.SHORT_BINBYTES: lambda m: m.data(m.number("<B")),
-    opcodes.BINBYTES8: lambda m: m.data(m.number("<Q")),
-    opcodes.BYTEARRAY8: lambda m: m.data(m.number("<Q")),
-    opcodes.EMPTY_TUPLE: lambda m: m.push(()),
-    opcodes.TUPLE: lambda m: m.push(tuple(m.marked())),
-    opcodes.TUPLE1: lambda m: m.push(tuple(m.last(1))),
-    opcodes.TUPLE2: lambda m: m.push(tuple(m.last(2))),
-    opcodes.TUPLE3: lambda m: m.push(tuple(m.last(3))),
-    opcodes.EMPTY_LIST: lambda m: m.push([]),
-    opcodes.LIST: lambda m: m.push(m.marked()),
-    opcodes.APPEND: lambda m: (item := m.last(1), m.top(list).extend(item)),
-    opcodes.APPENDS: lambda m: (items := m.marked(), m.top(list).extend(items)),
-    opcodes.EMPTY_DICT: lambda m: m.push({}),
-    opcodes.DICT: lambda m: m.push(m.pairs(m.marked())),
-    opcodes.SETITEM: lambda m: (items := m.last(2), m.top(dict).update(m.pairs(items))),
-    opcodes.SETITEMS: lambda m: (items := m.marked(), m.top(dict).update(m.pairs(items))),
-    opcodes.PUT: lambda m: m.keep(int(m.file.read_line())),
-    opcodes.BINPUT: lambda m: m.keep(m.number("<B")),
-    opcodes.LONG_BINPUT: lambda m: m.keep(m.number("<I")),
-    opcodes.MEMOIZE: lambda m: m.keep(len(m.memo)),
-    opcodes.GET: lambda m: m.push(m.memo[int(m.file.read_line())]),
-    opcodes.BINGET: lambda m: m.push(m.memo[m.number("<B")]),
-    opcodes.LONG_BINGET: lambda m: m.push(m.memo[m.number("<I")]),
-    opcodes.GLOBAL: lambda m: m.name(m.file.read_line().decode(), m.file.read_line().decode()),
-    opcodes.STACK_GLOBAL: lambda m: m.stack_global(),
-    opcodes.REDUCE: lambda m: m.reduce(),
-    opcodes.BUILD: lambda m: m.build(),
+def _set_items(shapes: _Shapes, _: Any) -> None:
+    items = shapes.marked()
+    if shapes.stack and shapes.stack[-1][0] == "made":  # an OrderedDict under a name from the stack
+        shapes.stack[-1] = ("dict", shapes.stack[-1][1])
+    shapes.extend("dict", items)
+
+
+def _set_item(shapes: _Shapes, _: Any) -> None:
+    items = shapes.last(2)
+    if shapes.stack and shapes.stack[-1][0] == "made":
+        shapes.stack[-1] = ("dict", shapes.stack[-1][1])
+    shapes.extend("dict", items)
+
+
+def _new_dict(shapes: _Shapes, _: Any) -> None:
+    items = shapes.marked()
+    shapes.stack.append(("dict", 1))
+    shapes.extend("dict", items)
+
+
+_ACTIONS: Mapping[str, Callable[[_Shapes, Any], object]] = {
+    "PROTO": lambda s, _: None,
+    "FRAME": lambda s, size: s.frame(size),
+    "MARK": lambda s, _: s.stack.append(_MARK),
+    "POP": lambda s, _: s.stack.pop(),
+    "POP_MARK": lambda s, _: s.marked(),
+    "DUP": lambda s, _: s.stack.extend([s.pop()] * 2),
+    "TUPLE": lambda s, _: s.push("tuple", s.marked()),
+    "TUPLE1": lambda s, _: s.push("tuple", s.last(1)),
+    "TUPLE2": lambda s, _: s.push("tuple", s.last(2)),
+    "TUPLE3": lambda s, _: s.push("tuple", s.last(3)),
+    "LIST": lambda s, _: s.push("list", s.marked()),
+    "APPEND": lambda s, _: s.extend("list", s.last(1)),
+    "APPENDS": lambda s, _: s.extend("list", s.marked()),
+    "DICT": _new_dict,
+    "SETITEM": _set_item,
+    "SETITEMS": _set_items,
+    "PUT": lambda s, at: s.keep(at),
+    "BINPUT": lambda s, at: s.keep(at),
+    "LONG_BINPUT": lambda s, at: s.keep(at),
+    "MEMOIZE": lambda s, _: s.keep(len(s.memo)),
+    "GET": lambda s, at: s.remembered(at),
+    "BINGET": lambda s, at: s.remembered(at),
+    "LONG_BINGET": lambda s, at: s.remembered(at),
+    "GLOBAL": lambda s, argument: s.named(argument),
+    "STACK_GLOBAL": lambda s, _: s.stack_global(),
+    "REDUCE": lambda s, _: s.reduce(),
+    "BUILD": lambda s, _: s.build(),
+    "STOP": lambda s, _: s.pop(),
 }
+
+
+class _Settled:
+    """A value with Python 2's short strings as text; one that holds itself or is nested too deep is refused."""
+
+    def __init__(self, python_2: bool) -> None:
+        self.python_2 = python_2
+        self.inside: set[int] = set()  # containers that are being looked through
+        self.done: set[int] = set()  # and those that were
+
+    def value(self, value: Any, depth: int = 1) -> Any:
+        if isinstance(value, bytes):
+            return value.decode("latin-1") if self.python_2 and len(value) < _LONG else value
+        if not isinstance(value, dict | list | tuple):
+            return value
+        if depth > DEPTH or id(value) in self.inside:
+            raise NessError(f"a pickle nests its values deeper than {DEPTH}; refused")
+        if id(value) in self.done:
+            return value
+        self.inside.add(id(value))
+        if isinstance(value, dict):
+            items = [(self.value(key), self.value(item, depth + 1)) for key, item in value.items()]
+            value.clear()
+            value.update(items)
+        elif isinstance(value, list):
+            value[:] = [self.value(item, depth + 1) for item in value]
+        else:
+            for item in value:
+                self.value(item, depth + 1)
+        self.inside.discard(id(value))
+        self.done.add(id(value))
+        return value

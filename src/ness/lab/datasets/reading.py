@@ -9,6 +9,7 @@ from typing import IO
 import numpy as np
 from numpy.typing import NDArray
 
+from ness._files import open_regular
 from ness.errors import NessError
 
 _CHUNK = 1 << 20
@@ -105,5 +106,5 @@ def check_md5(path: str, found: str, expected: str | None, data_set: str) -> Non
 
 def file_md5(path: Path) -> str:
     """MD5 of a file's bytes."""
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return hashlib.file_digest(file, lambda: hashlib.md5(usedforsecurity=False)).hexdigest()

@@ -5,7 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
+from ness._files import open_regular
 from ness.errors import NessError
+from ness.lab.datasets import mat
 from ness.lab.datasets.arrays import Arrays, Images, Labelled
 from ness.lab.datasets.catalogue import DataSet
 from ness.lab.datasets.reading import check_md5, file_md5, guarded
@@ -19,25 +21,20 @@ def read(files: Mapping[str, Path], data_set: DataSet) -> Arrays:
 
 
 def _part(path: Path, data_set: DataSet, count: int) -> Labelled:
-    import scipy.io
-
     channels, height, width = data_set.shape
     wanted = {"X": (height, width, channels, count), "y": (count, 1)}
     with guarded(path, data_set.name):
         check_md5(str(path), file_md5(path), data_set.contents[path.name], data_set.name)
-        with path.open("rb") as file:
-            found = {name: (shape, kind) for name, shape, kind in scipy.io.whosmat(file)}
-        for name, shape in wanted.items():
-            if found.get(name, ((), ""))[0] != shape or found[name][1] not in ("uint8", "double", "int32", "uint16"):
-                raise NessError(f"{path}: found {name} as {found.get(name)}, expected shape {shape} of numbers")
-        with path.open("rb") as file:
-            content = scipy.io.loadmat(file, variable_names=list(wanted))
-    images, labels = content["X"], content["y"][:, 0].astype(np.int64)
-    if images.dtype != np.uint8 or not ((labels >= 1) & (labels <= 10)).all():
-        raise NessError(
-            f"{path}: found {images.dtype} images, labels {labels.min()} to {labels.max()}; expected uint8, 1 to 10"
-        )
-    return Labelled(_upright(images), labels % 10)
+        try:
+            with open_regular(path) as file:
+                content = mat.read(file, wanted)
+        except NessError as error:
+            raise NessError(f"{path}: {error}; this is not that file of {data_set.title}") from error
+        images, numbers = content["X"], content["y"][:, 0].astype(np.float64)
+        if images.dtype != np.uint8 or not np.isin(numbers, range(1, 11)).all():
+            labels = f"labels {numbers.min()} to {numbers.max()}"
+            raise NessError(f"{path}: found {images.dtype} images, {labels}; expected uint8, 1 to 10")
+    return Labelled(_upright(images), numbers.astype(np.int64) % 10)
 
 
 def _upright(images: Images) -> Images:

@@ -1,4 +1,13 @@
-"""A-GEM: a gradient that would raise the loss on remembered samples loses the part that does."""
+"""A-GEM: a gradient that would raise the loss on remembered samples loses the part that does.
+
+As published the memory holds equally many samples of every class, passes without dropout, and counts as the mean over
+the samples drawn, each under its own task's head.
+
+On purpose otherwise than the published code: a batch from the memory has equally many samples of every earlier task
+(there: at random of all, which is equally many in the mean), and each task's are normalised by themselves (there: all
+together, under statistics that no task is tested with). The samples kept of a class are a random choice of its training
+images (there: the last ones seen, which in a single pass in random order is the same).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,6 +19,7 @@ from torch.nn import functional as F
 
 from ness.errors import NessError
 from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData, backbone, clear
+from ness.lab.networks.dropout import without_dropout
 from ness.lab.networks.norms import passed_apart
 from ness.lab.runs.settings import setting
 from ness.lab.training.loader import Batch, Samples, together
@@ -19,7 +29,7 @@ from ness.lab.training.loader import Batch, Samples, together
 class AgemSettings:
     """What A-GEM adds to the training settings."""
 
-    memory: int = setting(200, "training samples kept of every task")
+    memory: int = setting(200, "training samples kept of every task, equally many of each class")
     memory_batch: int = setting(
         64, "samples a step drawn from the memory, alike many of every earlier task, 2 at least"
     )
@@ -62,6 +72,24 @@ def drawn(samples: Samples, wanted: int, generator: Generator) -> tuple[Tensor, 
     return torch.cat(each), [len(part) for part in each]
 
 
+def balanced(labels: Tensor, count: int, generator: Generator) -> Tensor:
+    """Indices of `count` samples at random, as equally many of each class as there are.
+
+    Classes that get one more than others are random, too; a class with too few samples gives all it has.
+
+    >>> labels = torch.tensor([0, 0, 0, 0, 0, 0, 1, 2, 2])
+    >>> labels[balanced(labels, 5, torch.Generator().manual_seed(0))].bincount()
+    tensor([2, 1, 2])
+    """
+    order = torch.randperm(len(labels), generator=generator, device=labels.device)
+    classes, shuffled = torch.unique(labels, return_inverse=True)
+    shuffled = shuffled[order]
+    own = (shuffled.unsqueeze(1) == torch.arange(len(classes), device=labels.device)).cumsum(0)
+    rank = own.gather(1, shuffled.unsqueeze(1)).squeeze(1)  # the how manyth of its class, counted from 1
+    place = torch.randperm(len(classes), generator=generator, device=labels.device)
+    return order[(rank * len(classes) + place[shuffled]).argsort()[:count]]
+
+
 class Agem(Method):
     """Keeps samples of every task; each step's gradient is set against theirs, over all that trains."""
 
@@ -91,14 +119,15 @@ class Agem(Method):
         """Mean loss of a batch drawn from the memory.
 
         Tasks are normalised apart, each under its own head: batch statistics of several tasks would be nobody's. Like
-        all training passes this counts towards stored statistics.
+        all training passes this counts towards stored statistics; unlike others it goes without dropout.
         """
         every = self.every
         assert every is not None
         index, sizes = drawn(every, portion(self.own.memory_batch, len(self.memory)), self.context.random.step)
         batch = every.take(index)
         # not by `self.logits`, which is of one task: all tasks share one pass up to their heads
-        features = torch.split(passed_apart(self.model, batch.images, sizes), sizes)
+        with without_dropout(self.model):
+            features = torch.split(passed_apart(self.model, batch.images, sizes), sizes)
         labels = torch.split(batch.labels, sizes)
         heads = [self.model.heads[part.task] for part in self.memory]
         losses = [
@@ -107,11 +136,11 @@ class Agem(Method):
         return torch.stack(losses).sum() / len(batch.labels)
 
     def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
-        """Keeps a random sample of the task's training data; nobody needs one of the last task."""
+        """Keeps a random sample of every class of the task; nobody needs one of the last task."""
         if lesson.task == self.context.tasks - 1:
             return {}
         train, random = lesson.train, self.context.random.method
-        order = torch.randperm(len(train), generator=random, device=train.labels.device)[: self.own.memory]
+        order = balanced(train.labels, self.own.memory, random)
         kept = Samples(train.images[order], train.labels[order], train.task, train.mean, train.std)
         self._remember([*self.memory, kept])
         return {"remembered": sum(map(len, self.memory))}
@@ -188,4 +217,5 @@ METHOD = MethodSpec(
         "sgdm": "momentum brings back what the rule removed from earlier gradients; use --optimizer sgd",
         "adamw": "its scaling turns a gradient that harms nothing into a step that does; use --optimizer sgd",
     },
+    revision=lambda own: 2,  # 1: a memory of classes as they came, passed with dropout
 )

@@ -195,7 +195,8 @@ def clear(parameters: Sequence[nn.Parameter]) -> None:
 class Sizes:
     """What the amount a method keeps depends on: the backbone's layers, the tasks and one image."""
 
-    layers: tuple[tuple[int, int], ...]  # (outputs o, columns of the input rows d) of every layer
+    layers: tuple[tuple[int, int], ...]  # (outputs o, columns of the input rows) of every layer: d, and 1 with a bias
+    weights: tuple[tuple[int, int], ...]  # (outputs o, fan-in d) of every layer
     linear: tuple[bool, ...]  # which of the layers are linear
     tasks: int
     parameters: int  # of the whole network, heads included
@@ -207,8 +208,9 @@ def sizes_of(model: Network, tasks: int, image: Sequence[int]) -> Sizes:
     layers = discover(model, (), ("heads",)).layers.values()
     parameters = sum(parameter.numel() for parameter in model.parameters())
     shapes = tuple((layer.outputs, layer.width) for layer in layers)
+    weights = tuple((layer.outputs, layer.fan_in) for layer in layers)
     linear = tuple(isinstance(layer, LinearLayer) for layer in layers)
-    return Sizes(shapes, linear, tasks, parameters, math.prod(image))
+    return Sizes(shapes, weights, linear, tasks, parameters, math.prod(image))
 
 
 @dataclass(frozen=True)

@@ -45,6 +45,8 @@ class CodeclSettings:
 class Codecl(Scaling):
     """C a layer; G ← G (I - C); W_eff = W + W U_t (S_t - I) U_tᵀ for the task at hand."""
 
+    by_rows = True  # where a layer's inputs are scaled; one whose weights are has no pairs
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.own: CodeclSettings = context.own

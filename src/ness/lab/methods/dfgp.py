@@ -78,6 +78,8 @@ def ascended(share: Tensor, gradient: Tensor, rho: float) -> Tensor:
 class Dfgp(Gpm):
     """min_w max_{‖e‖≤ρ, λ} L(x; w+e) + w_mix·L(x̃_λ; w+e), its gradient projected as in GPM."""
 
+    by_rows = True
+
     def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
         """The gradient at the worst shares nearby and, with SAM, at the worst weights nearby too."""
         if self.own.mixing == "none":

@@ -1,7 +1,17 @@
 """FS-DGPM: replay, weights pushed uphill inside old subspaces before the gradient is taken, softly projected after.
 
-The preset `reference` repeats the code: importances wrapped anew in every step, which end at a constant. Not repeated:
-momentum cleared at each decay of the rate, and a backward transfer divided by T.
+As published a batch has as many replayed samples beside it as it has of its own, so a short last batch has few. The
+preset `reference` repeats the code: importances wrapped anew in every step, which end at a constant.
+
+On purpose otherwise than the published code:
+
+- Its network has one BatchNorm, whose running statistics normalise old images both where bases are made and at test.
+  With `norm=batch` there are none: a task is tested under the statistics of its own images, so bases are made under
+  those as well, each task's images in a pass of their own. With `norm=stored` both use running ones, as published.
+- Those are not moved by the ascent, which passes the same images a second time.
+- Until the memory holds anything, the first batch stands in for it: its copies weigh nothing in the loss.
+- Halves of fewer than two samples cannot be normalised: a last batch of two or three is one ascent, not two.
+- Momentum is not cleared at each decay of the rate, and backward transfer is divided by T - 1.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,6 +23,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from ness.lab.gpu.coroutines import pause
 from ness.lab.methods._projection.basis import new_directions
 from ness.lab.methods._projection.project import (
     ADAM,
@@ -32,7 +43,7 @@ from ness.lab.methods.gpm import thresholds
 from ness.lab.networks.base import Network
 from ness.lab.networks.norms import without_update
 from ness.lab.runs.settings import check_ranges, setting
-from ness.lab.training.loader import Batch
+from ness.lab.training.loader import EVALUATION_BATCH, Batch
 from ness.lab.training.losses import cross_entropy_of_many
 
 CLAMP, CLIP, MOMENTUM, SHARPNESS = 2.0, 2.0, 0.9, 10.0  # of the ascent, of both gradients, of λ
@@ -46,7 +57,7 @@ class FsdgpmSettings:
     growth: float = setting(0.003, "what ε grows by with each task")
     samples: int = setting(125, "remembered images whose inputs make the bases")
     memory: int = setting(1000, "samples kept of all tasks together")
-    replay: int = setting(64, "of them beside a batch, in each step")
+    replay: int = setting(64, "of them beside a batch, in each step; never more than the batch has")
     ascent: float = setting(0.001, "η₁: how far weights are pushed uphill; falls with the learning rate")
     importance_lr: float = setting(0.01, "η₂: learning rate of λ; falls with the learning rate")
     second_order: bool = setting(True, "whether the gradient goes through the ascent")
@@ -122,7 +133,7 @@ class Fsdgpm(Projecting):
         shares = {name: theta.detach().requires_grad_() for name, theta in self.theta.items()}
         scale = 1.0 if batch.rate is None else batch.rate / self.context.training.lr
         assert self.memory is not None
-        everyone, certain = self.memory.beside(batch, min(own.replay, own.memory), self.context.random.step)
+        everyone, certain = self.memory.beside(batch, self._replayed(batch), self.context.random.step)
         heads = Heads(self.model, batch.task + 1)
         fast: Mapping[str, Tensor] = weights
         losses = []
@@ -139,6 +150,10 @@ class Fsdgpm(Projecting):
         assert batch.clock is not None
         self.memory.offer(batch, batch.clock.epoch == 0, self.context.random.step)
         return loss.detach()
+
+    def _replayed(self, batch: Batch) -> int:
+        """How many remembered samples there are beside a batch."""
+        return min(self.own.replay, len(batch.labels))
 
     def _ascent(self, half: Batch, fast: Mapping[str, Tensor], shares: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """g of the half's loss at w; in layers with a basis G M diag(λ) Mᵀ: uphill where old tasks live."""
@@ -193,13 +208,36 @@ class Fsdgpm(Projecting):
             return {}
         random = self.context.random.method
         order = torch.randperm(int(self.memory.filled), generator=random, device=random.device)[: self.own.samples]
-        rows = input_rows(self.model, self.layers, self.memory.images[order])
+        rows = self._rows(order)
         for name, layer in self.layers.items():
             nothing = rows[name].new_zeros(layer.width, 0)
             found, _ = new_directions(nothing, rows[name], self.thresholds[lesson.task], strict=False)
             self.bases[name] = found.float()
+            pause()
         self._start_importances()
         return {"ranks": {name: f"{basis.shape[1]}/{basis.shape[0]}" for name, basis in self.bases.items()}}
+
+    def _rows(self, order: Tensor) -> dict[str, Tensor]:
+        """Inputs of every layer (n, d) on remembered images, task by task.
+
+        A pass is of one task alone, so that where BatchNorm uses the statistics of the batch they are such as the task
+        is tested under: a pass of few images is filled up with others of the task, whose rows are not kept.
+        """
+        assert self.memory is not None
+        filled = int(self.memory.filled)
+        tasks = self.memory.tasks[:filled]
+        found: dict[str, list[Tensor]] = {name: [] for name in self.layers}
+        for task in sorted(set(tasks[order].tolist())):
+            wanted = order[tasks[order] == task]
+            others = (tasks == task).nonzero().flatten()
+            others = others[~torch.isin(others, wanted)][: max(0, EVALUATION_BATCH - len(wanted))]
+            together = torch.cat([wanted, others])
+            if len(together) == 1:
+                together = together.repeat(2)  # an image alone cannot be normalised
+            images = self.memory.images[together]
+            for name, rows in input_rows(self.model, self.layers, images, [len(wanted)] * len(self.layers)).items():
+                found[name].append(rows)
+        return {name: torch.cat(rows) for name, rows in found.items()}
 
     def _start_importances(self) -> None:
         """λ = 0.9933 where it is learnt (θ = ½, where the sigmoid still has a slope), 1 in the reference."""
@@ -227,8 +265,9 @@ class Fsdgpm(Projecting):
 
 
 def halves(batch: Batch) -> list[Batch]:
-    """The batch in two parts, one ascent each."""
-    pairs = zip(batch.images.chunk(2), batch.labels.chunk(2), strict=True)
+    """The batch in two parts, one ascent each; a batch of fewer than four in one."""
+    parts = 2 if len(batch.labels) >= 4 else 1
+    pairs = zip(batch.images.chunk(parts), batch.labels.chunk(parts), strict=True)
     return [replace(batch, images=images, labels=labels) for images, labels in pairs]
 
 
@@ -283,4 +322,5 @@ METHOD = MethodSpec(
         "mixup": "a memory of mixed images would have no labels of their own",
     },
     check=check,
+    revision=lambda own: 2,  # 1: as many replays beside a short batch, and bases of all tasks' images in one pass
 )

@@ -69,8 +69,6 @@ def thresholds(threshold: float, growth: float, tasks: int, *, fill: bool = Fals
 class Gpm(Projecting):
     """The memory the lineage shares: M (d, r) a layer, orthonormal; G ← G - G M Mᵀ from the second task on."""
 
-    by_rows = True
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.own: Any = context.own
@@ -122,6 +120,8 @@ class Gpm(Projecting):
 
 class GpmItself(Gpm):
     """GPM, with the reference's way of looking at MiniImageNet as a choice."""
+
+    by_rows = True
 
     def rows_of(self, lesson: TaskData) -> dict[str, Tensor]:
         """Inputs of every layer, or of the corner the reference sees."""

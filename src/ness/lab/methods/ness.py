@@ -68,8 +68,7 @@ class Ness(Method):
             protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
             self._observe(protected)
         with self.context.watch.phase("decomposition"):
-            for _ in self.guard.constraining(form=self._form()):
-                pause()
+            self.guard.constrain(form=self._form(), progress=lambda *_: pause())
 
     def _form(self) -> Literal["any", "sgd"]:
         """The cheaper form wherever it is the same training.
@@ -171,11 +170,16 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes that the guard keeps: Gram and cross moment in float64, the model in float32, four numbers per layer.
+    """Bytes that the guard keeps."""
+    return guard_bytes(sizes, own.rule)
+
+
+def guard_bytes(sizes: Sizes, rule: str) -> int:
+    """Bytes of Gram and cross moment in float64, of the model in float32, and of four numbers per layer.
 
     Rule within keeps Gram and cross moment three times: of all rows, relative ones, and the newest task's.
     """
-    sets = 3 if own.rule == "within" else 1
+    sets = 3 if rule == "within" else 1
     return 4 * sizes.parameters + sum(sets * (8 * width * (width + outputs) + 32) for outputs, width in sizes.layers)
 
 

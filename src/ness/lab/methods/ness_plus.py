@@ -10,9 +10,10 @@ from torch import Tensor, nn
 import ness
 from ness.lab.gpu.coroutines import pause
 from ness.lab.methods.base import Context, Method, MethodSpec, Sizes, TaskData, sizes_of
-from ness.lab.methods.ness import certificate_row, observed, observing, rule_of
+from ness.lab.methods.ness import certificate_row, guard_bytes, observed, observing, rule_of
 from ness.lab.networks.norms import batch_norms, measure_statistics
 from ness.lab.runs.settings import check_ranges, setting
+from ness.updates.private import capped
 
 SHARED = "shared weights/"
 
@@ -35,18 +36,21 @@ class NessPlusSettings:
 
 
 def directions_within(layers: tuple[tuple[int, int], ...], norms: int, keep: float) -> int:
-    """The largest k at which Σ o·min(k, d/3) and a task's norms are at most `keep` of Σ o·d.
+    """The largest k at which Σ o·k, k capped in each layer (o, d), and a task's norms are at most `keep` of Σ o·d.
+
+    d is the fan-in, the constant 1 of a bias not counted.
 
     >>> directions_within(((64, 48), (128, 576), (256, 512), (2048, 1024), (2048, 2048)), 4 * 4544, 0.05)
     68
     """
-    weights = sum(outputs * width for outputs, width in layers)
+    weights = sum(outputs * fan_in for outputs, fan_in in layers)
+    widest = max(fan_in for _, fan_in in layers)
 
     def fits(k: int) -> bool:
-        return norms + sum(outputs * min(k, width // 3) for outputs, width in layers) <= keep * weights
+        return norms + sum(outputs * capped(k, fan_in) for outputs, fan_in in layers) <= keep * weights
 
     k = 0
-    while k < max(width for _, width in layers) // 3 and fits(k + 1):
+    while k < capped(widest, widest) and fits(k + 1):
         k += 1
     return k
 
@@ -76,8 +80,8 @@ class NessPlus(Method):
             norm="per_task" if self.own.norms == "own" else "freeze",
             private_basis="shared" if self.own.basis == "shared" else "per_task",
         )
-        layers = sizes_of(self.model, context.tasks, ()).layers
-        self.private = private_directions(self.own, layers, norm_numbers(self.model))
+        sizes = sizes_of(self.model, context.tasks, ())
+        self.private = private_directions(self.own, sizes.weights, norm_numbers(self.model))
 
     def before_task(self, lesson: TaskData) -> None:
         """From the second task on: the shared weights, confined, and room for what is the task's own."""
@@ -85,8 +89,9 @@ class NessPlus(Method):
             training = self.context.training
             form: Literal["any", "sgd"] = "sgd" if training.optimizer in ("sgd", "sgdm") else "any"
             with self.context.watch.phase("decomposition"):
-                for _ in self.guard.constraining(form=form, task=_name(lesson.task), private=self.private):
-                    pause()
+                self.guard.constrain(
+                    form=form, task=_name(lesson.task), private=self.private, progress=lambda *_: pause()
+                )
 
     def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the updates, the norms and the head."""
@@ -149,19 +154,21 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of the guard's moments, plain and relative, of the shared directions, and of every task's own part."""
-    moments = sum(
-        2 * (8 * width * width + 8 * outputs * width) + 8 * outputs * width for outputs, width in sizes.layers
-    )
+    """Bytes that the guard keeps, besides what `ness` keeps under the same rule.
+
+    That is the shared weights beside those of the task in use, directions in float64, once or a task, and every task's
+    own part in float32: its numbers on the directions, and its norms (γ, β, mean, variance; a counter).
+    """
+    k = directions_within(sizes.weights, 0, own.keep) if own.private is None else own.private
+    widths = [(outputs, fan_in, capped(k, fan_in)) for outputs, fan_in in sizes.weights]
+    directions = sum((fan_in + 1) * private for _, fan_in, private in widths)
     if own.private is None:
-        a_task = own.keep * sum(outputs * width for outputs, width in sizes.layers)
-        directions = sum(width * (width // 3) for _, width in sizes.layers)
+        a_task = own.keep * sum(outputs * fan_in for outputs, fan_in, _ in widths)
     else:
-        widths = [(outputs, width, min(own.private, width // 3)) for outputs, width in sizes.layers]
-        a_task = sum(outputs * k + 5 * outputs for outputs, _, k in widths)
-        directions = sum(width * k for _, width, k in widths)
-    sets = sizes.tasks - 1 if own.basis == "own" else 1
-    return moments + int(4 * (sizes.tasks - 1) * a_task) + 8 * sets * directions
+        a_task = sum(outputs * private + 5 * outputs for outputs, _, private in widths)
+    bases = sizes.tasks - 1 if own.basis == "own" else 1
+    shared = 4 * sum(outputs * width for outputs, width in sizes.layers)
+    return guard_bytes(sizes, own.rule) + shared + int(4 * (sizes.tasks - 1) * a_task) + 8 * bases * directions
 
 
 RECIPE = {"schedule": "cosine", "drop_last": True, "mixup": 0.2, "norm": "stored", "lr": 0.01, "weight_decay": 1e-4}
@@ -178,7 +185,7 @@ METHOD = MethodSpec(
     name="ness-plus",
     title="A shared null-space update, and private directions and norms a task",
     build=NessPlus,
-    keeps="two Grams a layer (d × d); a task: k numbers an output unit, and its norms (5 % of the weights by default)",
+    keeps="three Grams a layer (d × d); a task: k numbers an output unit and its norms (5 % of the weights by default)",
     kept_at_most=kept_at_most,
     paper="this project: docs/ness-plus.md",
     year=2026,

@@ -56,6 +56,8 @@ def plastic(basis: Tensor, stable: Tensor) -> Tensor:
 class Sd(Gpm):
     """M as in GPM, and J ⊂ span(M), what tasks share; G ← G - G J Jᵀ - κ·G R Rᵀ, with R the rest of M."""
 
+    by_rows = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.stable = {name: basis.clone() for name, basis in self.bases.items()}  # J

@@ -53,6 +53,8 @@ def accumulated(old: Tensor, values: Tensor, alpha: float) -> Tensor:
 class Sgp(Gpm):
     """M (d, r) and λ (r,) a layer; G ← G - G M diag(λ) Mᵀ."""
 
+    by_rows = True
+
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.importances = {name: basis.new_zeros(0) for name, basis in self.bases.items()}

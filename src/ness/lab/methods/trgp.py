@@ -5,7 +5,7 @@ all scales hang on the first layer's, AlexNet's BatchNorm stays free, ResNet's t
 Its mean over several shuffled test passes is not repeated: every method is evaluated alike here.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,7 @@ from ness.lab.methods._projection.scales import Scaling, identity_scale
 from ness.lab.methods.base import Context, MethodSpec, Sizes, TaskData
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check
 from ness.lab.runs.settings import setting
+from ness.lab.training.loader import Batch
 from ness.lab.training.losses import cross_entropy
 
 
@@ -91,38 +92,31 @@ def gated(chosen: Mapping[str, list[int]], names: Sequence[str]) -> dict[str, li
     }
 
 
-class Trgp(Scaling, Gpm):
-    """M of all tasks, B_t of each task, Q of each task in the layers where it trusts old ones."""
+class Reusing(Scaling, Gpm):
+    """M of all tasks, B_t of each task, Q of each task in the layers where it reuses subspaces of old ones."""
+
+    strongest = True  # whether a task's strongest new direction enters the memory
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)
-        self.free_norms = self.own.norms == "free"
         self.task_bases: list[dict[str, Tensor]] = []  # B_t by layer
         self.lenders: dict[int, dict[str, list[int]]] = {}  # task -> layer -> old tasks it reuses
 
     def before_task(self, lesson: TaskData) -> None:
-        """Finds the old tasks to trust in every layer and gives the task its matrices there, Q = I."""
+        """Finds the old tasks to reuse in every layer and gives the task its matrices there, Q = I."""
         super().before_task(lesson)
         check_count("trust_images", self.own.trust_images, lesson.train)
         if lesson.task > 0:
             self._lend(lesson.task, self._choose(lesson))
 
     def _choose(self, lesson: TaskData) -> dict[str, list[int]]:
-        gradients = self._first_gradient(lesson)
-        tasks = range(lesson.task)
-        if lesson.task == 2 and self.own.third_task == "second":
-            tasks = range(1, 2)
-        chosen: dict[str, list[int]] = {}
-        for name, gradient in gradients.items():
-            bases = {task: self.task_bases[task][name] for task in tasks}
-            if found := trusted(gradient, bases, self.own.trust, self.own.reuse):
-                chosen[name] = found
-        return gated(chosen, list(self.layers)) if self.own.gate == "first" else chosen
+        """The old tasks that each layer reuses, those without any left out."""
+        raise NotImplementedError
 
-    def _first_gradient(self, lesson: TaskData) -> dict[str, Tensor]:
-        """∇L of the new task at the shared weights, by layer (o, d)."""
+    def gradient(self, lesson: TaskData, logits: Callable[[Batch], Tensor]) -> dict[str, Tensor]:
+        """∇L of a few images of the task with respect to the shared weights, by layer (o, d)."""
         batch = draw(lesson.train, self.own.trust_images, self.context.random.method)
-        loss = cross_entropy(self.model(batch.images, batch.task), batch)
+        loss = cross_entropy(logits(batch), batch)
         parameters = layer_parameters(self.layers)
         found = dict(zip(map(id, parameters), torch.autograd.grad(loss, parameters), strict=True))
         return {
@@ -152,7 +146,7 @@ class Trgp(Scaling, Gpm):
             return
         vectors, energy = energies(basis, rows)
         chosen = covering(energy, float(rows.square().sum()), threshold)
-        fresh = admitted(chosen, basis.shape[1], strongest=self.own.strongest == "kept")
+        fresh = admitted(chosen, basis.shape[1], strongest=self.strongest)
         own[name] = vectors[:, chosen].float()
         self.bases[name] = joined(basis, vectors[:, fresh]).float()
 
@@ -173,6 +167,29 @@ class Trgp(Scaling, Gpm):
             self.scales[task] = {}
             for name, tasks in chosen.items():
                 self.put_back(task, name, [self.task_bases[old][name] for old in tasks], tensors)
+
+
+class Trgp(Reusing):
+    """Reuses where an old task's subspace holds much of the first gradient."""
+
+    by_rows = True  # where a layer's inputs are scaled; one whose weights are has no pairs
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        self.free_norms = self.own.norms == "free"
+        self.strongest = self.own.strongest == "kept"
+
+    def _choose(self, lesson: TaskData) -> dict[str, list[int]]:
+        gradients = self.gradient(lesson, lambda batch: self.model(batch.images, batch.task))
+        tasks = range(lesson.task)
+        if lesson.task == 2 and self.own.third_task == "second":
+            tasks = range(1, 2)
+        chosen: dict[str, list[int]] = {}
+        for name, gradient in gradients.items():
+            bases = {task: self.task_bases[task][name] for task in tasks}
+            if found := trusted(gradient, bases, self.own.trust, self.own.reuse):
+                chosen[name] = found
+        return gated(chosen, list(self.layers)) if self.own.gate == "first" else chosen
 
 
 def check_trgp(settings: Any) -> None:

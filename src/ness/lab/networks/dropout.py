@@ -1,5 +1,7 @@
 """Dropout whose masks come from the run's own generator, so that a seed gives the same run alone or beside others."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -82,3 +84,17 @@ class Dropout(nn.Module):
     def extra_repr(self) -> str:
         """The probability, for printing the network."""
         return f"p={self.p}"
+
+
+@contextmanager
+def without_dropout(network: nn.Module) -> Iterator[None]:
+    """Forward passes inside drop nothing and draw nothing; all else stays in the mode it is in."""
+    layers = [module for module in network.modules() if isinstance(module, Dropout | nn.modules.dropout._DropoutNd)]
+    modes = [module.training for module in layers]
+    for module in layers:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, mode in zip(layers, modes, strict=True):
+            module.training = mode

@@ -1,82 +1,110 @@
-"""A checkpoint: one safetensors file with a JSON manifest and a checksum, written under a temporary name and renamed.
+"""A checkpoint: one safetensors file with a JSON manifest, and a checksum over every byte of it.
 
 The last two are kept: whatever is cut short or damaged, an older good one is still there.
 """
 
 import contextlib
 import json
-import os
+import re
 import zlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from ness._files import read_bytes, write_bytes
+from ness._sealed import seal_tensors, unseal_tensors
 from ness.errors import NessError
 
 KEPT = 2
-PATTERN = "checkpoint-*.safetensors"
+NAME = re.compile(r"checkpoint-([0-9]{6,9})\.safetensors")
+_UNSEALED = {"manifest", "checksum", "strides"}  # metadata of checkpoints from before the header had a checksum
 
 
-def write(folder: Path, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any]) -> Path:
-    """Writes the next checkpoint of the folder, then drops all but the last two."""
+def write(folder: Path, tensors: Mapping[str, Tensor], manifest: Mapping[str, Any], number: int | None = None) -> Path:
+    """Write the next checkpoint of the folder, then drop all but the last two.
+
+    Args:
+        folder: of the run.
+        tensors: by name.
+        manifest: plain JSON.
+        number: of the checkpoint; one of this number is replaced. By default one more than the last.
+
+    Raises:
+        NessError: it could not be written; those before it are there still.
+    """
     found = paths(folder)
-    number = int(found[-1].stem.rpartition("-")[2]) + 1 if found else 1
+    if number is None:
+        number = number_of(found[-1]) + 1 if found else 1
     target = folder / f"checkpoint-{number:06d}.safetensors"
     held = {
         name: tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
     metadata = {
         "manifest": json.dumps(manifest),
-        "checksum": str(checksum(held)),
         "strides": json.dumps({name: tensor.stride() for name, tensor in tensors.items() if _has_a_layout(tensor)}),
     }
-    temporary = folder / f".{target.name}.{os.getpid()}.tmp"
-    try:
-        save_file(held, temporary, metadata)
-        replace_durably(temporary, target)
-    except (OSError, SafetensorError) as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        kept = f"the last good checkpoint is {found[-1].name}" if found else "there is no checkpoint yet"
-        raise NessError(
-            f"cannot write {target} ({_reason(error)}); {kept}: make room or rights and start again"
-        ) from error
+    kept = f"the last good checkpoint is {found[-1].name}" if found else "there is no checkpoint yet"
+    content = seal_tensors(held, metadata, str(target))
+    write_bytes(target, content, f"{kept}: make room or rights and start again")
     for old in paths(folder)[:-KEPT]:
-        old.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # the next one tries again
+            old.unlink()
     return target
 
 
 def read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Tensors and manifest of a checkpoint; a damaged one is an error."""
+    """Tensors and manifest of a checkpoint.
+
+    Raises:
+        NessError: it is missing, unreadable or damaged.
+    """
     try:
-        with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        content = read_bytes(path)
+    except FileNotFoundError as error:
+        raise NessError(f"{path}: missing, expected a checkpoint") from error
+    tensors, metadata, sealed = unseal_tensors(content, str(path))
+    try:
+        if not sealed and (metadata.keys() != _UNSEALED or int(metadata["checksum"]) != checksum(tensors)):
+            raise NessError(f"{path}: damaged: it does not match its checksum")
         manifest = json.loads(metadata["manifest"])
-        sound = int(metadata["checksum"]) == checksum(tensors)
         strides: dict[str, list[int]] = json.loads(metadata["strides"])
-    except (OSError, SafetensorError, KeyError, ValueError) as error:
-        raise NessError(f"{path} cannot be read ({_reason(error)}): it is damaged") from error
-    if not sound:
-        raise NessError(f"{path} does not match its checksum: it is damaged")
-    for name, stride in strides.items():
-        laid_out = torch.empty_strided(tensors[name].shape, stride, dtype=tensors[name].dtype)
-        tensors[name] = laid_out.copy_(tensors[name])
+        for name, stride in strides.items():
+            laid_out = torch.empty_strided(tensors[name].shape, stride, dtype=tensors[name].dtype)
+            tensors[name] = laid_out.copy_(tensors[name])
+    except (KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
+        raise NessError(f"{path}: damaged: {type(error).__name__} in its manifest") from error
+    if not isinstance(manifest, dict):
+        raise NessError(f"{path}: damaged: its manifest is no object")
     return tensors, manifest
 
 
 def paths(folder: Path) -> list[Path]:
     """The checkpoints of a folder, oldest first."""
-    return sorted(folder.glob(PATTERN))
+    try:
+        found = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise NessError(f"{folder}: cannot be looked into ({error.strerror})") from error
+    return sorted(found, key=number_of)
+
+
+def number_of(path: Path) -> int:
+    """Which checkpoint of its run it is, counted from 1.
+
+    >>> number_of(Path("run/checkpoint-000012.safetensors"))
+    12
+    """
+    found = NAME.fullmatch(path.name)
+    assert found is not None
+    return int(found[1])
 
 
 def checksum(tensors: Mapping[str, Tensor]) -> int:
-    """CRC-32 over names, kinds, shapes and bytes, in the order of the names."""
+    """CRC-32 over names, kinds, shapes and bytes, in the order of the names, as earlier versions wrote it."""
     value = 0
     for name in sorted(tensors):
         tensor = tensors[name]
@@ -93,26 +121,3 @@ def raw_bytes(tensor: Tensor) -> memoryview:
 def _has_a_layout(tensor: Tensor) -> bool:
     """Whether the order of its numbers in memory is part of a tensor: a product can round otherwise in another one."""
     return not tensor.is_contiguous() and 0 not in tensor.stride()
-
-
-def replace_durably(temporary: Path, target: Path) -> None:
-    """Gives a finished file its name, after its bytes have reached the disk."""
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(target)
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes JSON under a temporary name and renames it."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        temporary.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
-        replace_durably(temporary, path)
-    except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise NessError(f"cannot write {path} ({_reason(error)}); make room or rights and start again") from error
-
-
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__

@@ -5,7 +5,8 @@ import platform
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -112,6 +113,25 @@ def describe(device: torch.device) -> dict[str, Any]:
     if device.type == "cuda":
         found |= {"gpu": torch.cuda.get_device_name(device), "cuda": str(torch.version.cuda)}
     return found
+
+
+def conditions(device: torch.device) -> dict[str, Any]:
+    """What the last bits of a run depend on besides its settings: taken up under others it does not end bit-equal."""
+    found: dict[str, Any] = {"torch": str(torch.__version__)}
+    if device.type == "cuda":
+        return {**found, "GPU": torch.cuda.get_device_name(device), "CUDA": str(torch.version.cuda)}
+    return {**found, "threads": torch.get_num_threads(), "CPU": cpu_name()}
+
+
+@cache
+def cpu_name() -> str:
+    """The processor's model and the instructions torch uses on it."""
+    name = platform.processor() or platform.machine()
+    with suppress(OSError, IndexError):
+        text = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")
+        name = next(line for line in [*text.splitlines(), f":{name}"] if line.startswith(("model name", ":")))
+        name = " ".join(name.partition(":")[2].split())
+    return f"{name}, {torch.backends.cpu.get_cpu_capability()}"
 
 
 def peak_memory(device: torch.device) -> int | None:

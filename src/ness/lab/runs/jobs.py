@@ -29,6 +29,7 @@ from ness.lab.runs.settings import (
     part_of,
 )
 
+MOST = 1 << 31  # no count of ours reaches this
 SCHEMA = 1  # raise it when the same settings would give another result
 
 
@@ -126,6 +127,8 @@ def resolve(
     settings = overridden(kind, {}, base, f"preset {name} of {spec.name} on {bench.name}")
     settings = overridden(kind, dataclasses.asdict(settings), changes, f"{spec.name} on {bench.name}")
     check(spec, settings, changes)
+    if bench.check is not None:
+        bench.check(part_of(settings, bench.options))
     differing = [f"{key}={value}" for key, value in departures(spec, bench, name, settings).items()]
     label = " ".join([name, *differing, *(["fast"] if fast else [])])
     return Job(spec, bench, name, settings, label, fast)
@@ -143,6 +146,8 @@ def check(method: MethodSpec, settings: Any, changes: Mapping[str, Any]) -> None
     for name, value in dataclasses.asdict(settings).items():
         if isinstance(value, float) and not math.isfinite(value):
             raise NessError(f"{name} is {value}, expected a number")
+        if type(value) is int and not -MOST < value < MOST:
+            raise NessError(f"{name} is {value:.3e}, expected a whole number of less than {MOST}")
     training = part_of(settings, Training)
     check_training(training)
     for conditions in (ONLY_WITH, AND_WITH, method.only_with):

@@ -12,9 +12,8 @@ from typing import Any, Protocol
 from ness.lab import registry
 from ness.lab.runs.jobs import Job
 from ness.lab.runs.metrics import backward_transfer
-from ness.lab.runs.queue import lines
 from ness.lab.runs.run import Listener, folder_of
-from ness.lab.runs.run_folder import History, history
+from ness.lab.runs.run_folder import History, history, lines
 from ness.lab.training.loop import Event
 
 
@@ -88,7 +87,7 @@ class Ear:
         if event.kind == "begun":
             self.lessons = event.facts["lessons"]
         if event.kind == "resumed":  # what came before stands in the log of the run
-            self.past = history(lines(self.folder / "events.jsonl"))
+            self.past = history(lines(self.folder / "events.jsonl")[0])
         if event.kind in ("resumed", "task") and not self.is_open:
             self.logger.begin(self.folder, self.settings, sum(self.past.epochs) + self.past.epoch)
             self.is_open = True

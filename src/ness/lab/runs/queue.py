@@ -1,14 +1,17 @@
 """What was asked for in a folder of runs, kept beside them, so that who watches knows what is left."""
 
 import contextlib
-import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, get_type_hints
 
+from ness._files import append_line
+from ness._sealed import seal_line
+from ness.errors import NessError, printable
 from ness.lab.runs.jobs import Job
 from ness.lab.runs.run import folder_of
+from ness.lab.runs.run_folder import lines
 
 NAME = "asked.jsonl"  # append-only, a line a run
 
@@ -35,34 +38,33 @@ def asked(job: Job, seed: int) -> RunRequest:
 
 def note(out: Path, work: Iterable[tuple[Job, int]]) -> None:
     """Adds what is not noted yet; a folder that cannot be written is left to the run itself to complain about."""
-    known = {one.folder for one in read(out)}
-    new = [one for job, seed in work if (one := asked(job, seed)).folder not in known]
-    if new:
-        with contextlib.suppress(OSError):
-            out.mkdir(parents=True, exist_ok=True)
-            path = out / NAME
-            whole = not path.exists() or path.read_bytes()[-1:] in (b"", b"\n")  # not cut short by a killed process
-            text = "".join(json.dumps(asdict(one)) + "\n" for one in new)
-            with path.open("a", encoding="utf-8") as file:
-                file.write(text if whole else f"\n{text}")
+    with contextlib.suppress(NessError):
+        known = {one.folder for one in read(out)}
+        path = out / NAME
+        new = [one for job, seed in work if (one := asked(job, seed)).folder not in known]
+        for at, one in enumerate(new, start=1):
+            append_line(path, seal_line(asdict(one), str(path)), flush=at == len(new))
 
 
 def read(out: Path) -> list[RunRequest]:
     """Everything that was asked for, each once; lines that are damaged are passed over."""
     found: dict[str, RunRequest] = {}
-    for line in lines(out / NAME):
-        with contextlib.suppress(TypeError):
-            one = RunRequest(**line)
+    for line in lines(out / NAME)[0]:
+        if (one := request_of(line)) is not None:
             found[one.folder] = one
     return list(found.values())
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The objects of a file of JSON lines; nothing where there is none."""
-    found = []
-    with contextlib.suppress(OSError):
-        for text in path.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError):
-                if isinstance(value := json.loads(text), dict):
-                    found.append(value)
-    return found
+def request_of(line: Mapping[str, Any]) -> RunRequest | None:
+    """What a line asks for; None if it is none of ours: `folder` is a name below the folder of runs, and no path."""
+    kinds = get_type_hints(RunRequest)
+    if line.keys() != kinds.keys() or any(type(line[name]) is not kind for name, kind in kinds.items()):
+        return None
+    if (
+        line["folder"] != PurePath(line["folder"]).name
+        or "\0" in line["folder"]
+        or min(line["lessons"], line["epochs"]) < 0
+    ):
+        return None
+    texts = {name: printable(line[name])[:1000] for name in ("benchmark", "method", "setting")}
+    return RunRequest(**{**line, **texts})

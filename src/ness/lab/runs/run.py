@@ -1,5 +1,8 @@
 """One run: a job and a seed in a folder of their own, finished once, taken up again wherever it was cut short."""
 
+import hashlib
+import math
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
@@ -7,9 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from safetensors.torch import save_file
-
 import ness
+from ness._files import read_bytes, write_bytes
+from ness._sealed import write_json
 from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.benchmarks.base import Stream
@@ -17,15 +20,16 @@ from ness.lab.benchmarks.dataset_cache import Shelf
 from ness.lab.gpu.capture import runner_for
 from ness.lab.gpu.coroutines import own_time, pause
 from ness.lab.runs import checkpoint, environment
-from ness.lab.runs.checkpoint import write_json
 from ness.lab.runs.environment import Stopwatch
 from ness.lab.runs.jobs import SCHEMA, Job
 from ness.lab.runs.metrics import scores
-from ness.lab.runs.run_folder import RunFolder
+from ness.lab.runs.run_folder import RunFolder, lines
 from ness.lab.training.loop import Event, Trainer
 from ness.lab.training.task_statistics import named
+from ness.storage.folder import serialised
 
 Listener = Callable[[Event], None]
+MOST_LANES = 64
 
 
 @dataclass(frozen=True)
@@ -62,16 +66,19 @@ def run(
     job: Job, seed: int, options: Options, listen: Listener = lambda event: None, shelf: Shelf | None = None
 ) -> Outcome:
     """Runs a job with a seed to its end, or returns the result that is there; several runs may share a shelf."""
+    check_options(options)
     folder = RunFolder(folder_of(job, seed, options.out))
-    if not options.again and (found := folder.result()) is not None:
+    if not options.again and (found := _finished(folder, listen)) is not None:
         _tell_version(folder, found, listen)
+        folder.tidy()
         return Outcome(folder.path, found, "there")
     with folder.held(), _told(folder):
         if options.again:
             folder.clear()
-        elif (found := folder.result()) is not None:  # finished by whoever held it before
+        elif (found := _finished(folder)) is not None:  # by whoever held it before
             return Outcome(folder.path, found, "there")
-        folder.configure(_identity(job, seed))
+        if (wrong := folder.configure(_identity(job, seed))) is not None:
+            listen(Event("remark", {"text": wrong}))
         watch = Stopwatch()
         with watch.phase("start"):
             device = environment.choose_device(options.device)
@@ -85,14 +92,58 @@ def run(
         size = sum(parameter.numel() for parameter in trainer.context.model.parameters())
         with environment.cpu_threads(options.threads, size) if device.type == "cpu" else nullcontext():
             with watch.phase("start"):
-                resumed = _take_up(folder, trainer, marks, listen)
+                number = _take_up(folder, trainer, marks, listen)
             with own_time(watch):
-                _train(folder, trainer, marks, options, listen)
+                _train(folder, trainer, marks, options, listen, number)
             with watch.phase("checkpoints"):
-                _save_weights(folder, trainer)
-            result = _result(job, seed, trainer, stream, marks)
-            _conclude(folder, result)
-    return Outcome(folder.path, result, "resumed" if resumed else "run", watch.times())
+                weights = _save_weights(folder, trainer)
+            result = _conclude(folder, {**_result(job, seed, trainer, stream, marks), "weights": weights})
+    return Outcome(folder.path, result, "resumed" if number else "run", watch.times())
+
+
+def check_options(options: Options) -> None:
+    """Refuses numbers out of their range.
+
+    Raises:
+        NessError: names the option as the command line does.
+    """
+    for name, seconds in (("stop-after", options.stop_after), ("save-every", options.save_every)):
+        if seconds is not None and not 0 <= seconds < math.inf:
+            raise NessError(f"--{name} {seconds:g}: expected a number of seconds, 0 or more")
+    cores = os.cpu_count() or 1
+    if not 0 <= options.threads <= cores:
+        more = "0 for as many as make sense, or" if options.threads < 0 else f"this machine has {cores} cores:"
+        raise NessError(f"--threads {options.threads}: {more} expected 1 to {cores}")
+    if options.lanes is not None and not 1 <= options.lanes <= MOST_LANES:
+        raise NessError(f"--lanes {options.lanes}: expected 1 to {MOST_LANES}")
+
+
+def _finished(folder: RunFolder, listen: Listener = lambda event: None) -> dict[str, Any] | None:
+    """The result that is there; None also for a damaged one where a checkpoint is left to go on from."""
+    try:
+        found = folder.result()
+    except NessError as error:
+        if not checkpoint.paths(folder.path):
+            raise
+        listen(Event("remark", {"text": f"{error.__cause__ or error}; going on from the last checkpoint"}))
+        return None
+    if found is not None and (wrong := _damaged_weights(folder, found)):
+        listen(Event("remark", {"text": wrong}))
+    return found
+
+
+def _damaged_weights(folder: RunFolder, result: Mapping[str, Any]) -> str | None:
+    """What is wrong with the final weights beside a result; None if they are well, or not there."""
+    said, path = result.get("weights"), folder.path / "model.safetensors"
+    if not isinstance(said, dict) or not path.exists():
+        return None
+    try:
+        content = read_bytes(path)
+    except (FileNotFoundError, NessError) as error:
+        return str(error)
+    if hashlib.sha256(content).hexdigest() == said.get("sha256"):
+        return None
+    return f"{path}: damaged: altered since it was written (its checksum differs); --again trains them anew"
 
 
 @contextmanager
@@ -130,40 +181,63 @@ def _tell_version(folder: RunFolder, result: dict[str, Any], listen: Listener) -
         listen(Event("remark", {"text": text}))
 
 
-def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen: Listener) -> bool:
-    """Puts the trainer at the last good checkpoint; False without one."""
+def _take_up(folder: RunFolder, trainer: Trainer, marks: dict[str, str], listen: Listener) -> int:
+    """Puts the trainer at the last good checkpoint; its number, or 0 without one."""
     found = folder.last_good()
     if found is None:
-        return False
-    tensors, manifest, wrong = found
-    for text in wrong:
-        listen(Event("remark", {"text": f"{text}; going on from the checkpoint before it"}))
+        return 0
+    path, tensors, manifest, wrong = found
+    for problem in wrong:
+        listen(Event("remark", {"text": f"{problem}; going on from the checkpoint before it"}))
+    try:
+        begun, state, conditions = manifest["marks"], manifest["trainer"], manifest.get("conditions", {})
+        begun = {mark: begun[mark] for mark in marks}
+    except (KeyError, TypeError) as error:
+        raise NessError(f"{path}: is no checkpoint of a run ({error} is missing); start over with --again") from error
     for mark, value in marks.items():
-        if manifest["marks"][mark] != value:
+        if begun[mark] != value:
             raise NessError(
-                f"{folder.path}: begun with {mark} {manifest['marks'][mark]}, now {mark} is {value}; "
+                f"{folder.path}: begun with {mark} {begun[mark]}, now {mark} is {value}; "
                 "go on as it was begun, or start over with --again"
             )
-    trainer.load_state(tensors, manifest["trainer"])
+    if text := _other_conditions(conditions, environment.conditions(trainer.device)):
+        listen(Event("remark", {"text": text}))
+    trainer.load_state(tensors, state)
     facts = {"tasks": trainer.at, "epoch": trainer.learning.epoch if trainer.learning else 0}
+    _, damaged = lines(folder.path / "events.jsonl")
+    if damaged:
+        text = f"{folder.path / 'events.jsonl'}: {damaged} damaged or unfinished lines are passed over"
+        listen(Event("remark", {"text": text}))
     folder.log("resumed", facts)
     listen(Event("resumed", facts))
-    return True
+    return checkpoint.number_of(path)
 
 
-def _train(folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener) -> None:
-    """Trains to the end; logs every event and saves a checkpoint every so many seconds."""
-    saved, every = time.monotonic(), options.save_every
+def _other_conditions(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """Says in one line under which other conditions a run is taken up; None if they are the same."""
+    differing = [f"{name} {before[name]}, now {now[name]}" for name in now if before.get(name, now[name]) != now[name]]
+    if not differing:
+        return None
+    return f"begun with {'; '.join(differing)}: it goes on, but does not end bit-equal to a run that was never cut"
+
+
+def _train(
+    folder: RunFolder, trainer: Trainer, marks: dict[str, str], options: Options, listen: Listener, number: int
+) -> None:
+    """Trains to the end; logs every event and saves a checkpoint every so many seconds, counted from `number`."""
+    saved, every, conditions = time.monotonic(), options.save_every, environment.conditions(trainer.device)
     if every is None:
         every = 120.0 if trainer.device.type == "cuda" else 30.0  # a GPU does four times as much in between
 
     def keep(event: Event) -> None:
-        nonlocal saved
+        nonlocal saved, number
         folder.log(event.kind, event.facts)
         if event.kind in ("epoch", "learnt") and time.monotonic() - saved >= every:
             with trainer.watch.phase("checkpoints"):
                 tensors, manifest = trainer.state()
-                checkpoint.write(folder.path, tensors, {"trainer": manifest, "marks": marks})
+                number += 1  # a damaged one that was passed over is replaced
+                about = {"trainer": manifest, "marks": marks, "conditions": conditions}
+                checkpoint.write(folder.path, tensors, about, number)
             saved = time.monotonic()
         listen(event)
 
@@ -194,26 +268,22 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[s
     }
 
 
-def _save_weights(folder: RunFolder, trainer: Trainer) -> None:
+def _save_weights(folder: RunFolder, trainer: Trainer) -> dict[str, Any]:
     """The model's state dict; with norm task also each task's statistics, as 'norms/task/norm/mean' and var."""
     measured = {f"norms/{name}": value for name, value in named(trainer.statistics).items()}
     weights = {
         name: value.detach().to("cpu").contiguous().clone()
         for name, value in {**trainer.context.model.state_dict(), **measured}.items()
     }
-    temporary = folder.path / ".model.tmp"
-    try:
-        save_file(weights, temporary)
-        checkpoint.replace_durably(temporary, folder.path / "model.safetensors")
-    except OSError as error:
-        raise NessError(
-            f"cannot write {folder.path / 'model.safetensors'} ({error.strerror}); make room or rights"
-        ) from error
+    path = folder.path / "model.safetensors"
+    content = serialised(weights, {}, str(path))
+    write_bytes(path, content, "make room or rights and start again: the run goes on from its last checkpoint")
+    return {"file": path.name, "bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
 
 
-def _conclude(folder: RunFolder, result: dict[str, Any]) -> None:
+def _conclude(folder: RunFolder, result: dict[str, Any]) -> dict[str, Any]:
     """The weights are there; the result, then the checkpoints are dropped: at no moment is the run's end lost."""
-    write_json(folder.path / "result.json", result)
+    written = write_json(folder.path / "result.json", result, "make room or rights and start again")
     folder.log("finished", {"acc": result["acc"], "bwt": result["bwt"]})
-    for path in checkpoint.paths(folder.path):
-        path.unlink()
+    folder.drop_checkpoints()
+    return written

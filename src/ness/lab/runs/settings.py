@@ -189,7 +189,9 @@ def check_training(training: Training) -> None:
     check_ranges(
         training,
         ("epochs", training.epochs >= 1, "at least 1"),
+        ("epochs", training.epochs <= 10**6, "at most 1000000"),
         ("batch", training.batch >= 2, "at least 2: BatchNorm cannot normalise one sample"),
+        ("batch", training.batch <= 10**6, "at most 1000000"),
         ("lr", training.lr > 0, "above 0"),
         ("momentum", 0 <= training.momentum < 1, "from 0 to below 1"),
         ("weight_decay", training.weight_decay >= 0, "0 or more"),

@@ -1,18 +1,19 @@
 """Where the runs of a folder stand, from waiting to done, and how long the rest may take."""
 
-import json
 import os
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from statistics import fmean
 from typing import Any, Literal
 
+from ness._sealed import read_json
+from ness.errors import NessError
 from ness.lab.runs import queue
 from ness.lab.runs.queue import RunRequest
-from ness.lab.runs.run_folder import History, history
+from ness.lab.runs.run_folder import History, history, lines
 
 State = Literal["done", "running", "stopped", "failed", "waiting", "damaged"]
 SILENCE = 900.0  # seconds after which a run on another machine that says nothing counts as stopped
@@ -27,6 +28,7 @@ class Standing:
     history: History = field(default_factory=History)
     result: Mapping[str, Any] | None = None  # of a run that is done
     spent: float = 0.0  # seconds so far
+    note: str = ""  # what is wrong with its files
 
     @property
     def share(self) -> float:
@@ -100,37 +102,50 @@ def _mean(
 def _total(one: Standing) -> float | None:
     """What a run took, or would take at its own pace."""
     if one.state == "done" and one.result is not None:
-        return float(one.result["total_seconds"])
+        return one.spent
     return one.spent / one.share if one.share > 0.02 and one.spent > 0 else None
 
 
 def _finished(path: Path, asked: RunRequest, is_result: Callable[[Mapping[str, Any]], bool]) -> Standing:
     try:
-        result = json.loads((path / "result.json").read_text(encoding="utf-8"))
+        result = read_json(path / "result.json")
         if not is_result(result):
             return Standing(asked, "damaged")
-        return Standing(asked, "done", result=result, spent=float(result["total_seconds"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return Standing(asked, "done", result=result, spent=_seconds(result["total_seconds"]))
+    except (OSError, NessError, ValueError, KeyError, TypeError):
         return Standing(asked, "damaged")
 
 
+def _seconds(value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e10:
+        raise ValueError(f"{value!r:.40} is no time")
+    return float(value)
+
+
 def _unfinished(path: Path, asked: RunRequest, now: float) -> Standing:
-    if not (path / "config.json").exists():
+    if _changed(path / "config.json") is None:
         return Standing(asked, "waiting")
     log = path / "events.jsonl"
-    so_far = history(queue.lines(log))
+    try:
+        events, damaged = lines(log)
+    except NessError as error:
+        return Standing(asked, "damaged", note=str(error))
+    so_far = history(events)
     alive = _is_held(path, _changed(log) or 0.0, now)
     inside = now - so_far.since if alive and so_far.since is not None else 0.0
     state: State = "running" if alive else "failed" if so_far.failed is not None else "stopped"
-    return Standing(asked, state, so_far, spent=sum(so_far.seconds) + max(0.0, inside))
+    note = f"{log}: {damaged} damaged or unfinished lines are passed over" if damaged else ""
+    return Standing(asked, state, so_far, spent=sum(so_far.seconds) + max(0.0, inside), note=note)
 
 
 def _is_held(path: Path, heard: float, now: float) -> bool:
     """Whether a process works on it: on this machine by its number, on another one by how long the log is silent."""
     try:
-        holder = json.loads((path / "holder.json").read_text(encoding="utf-8"))
-        process, host = int(holder["process"]), holder["host"]
-    except (OSError, ValueError, KeyError, TypeError):
+        holder = read_json(path / "holder.json")
+        process, host = holder["process"], holder["host"]
+    except (OSError, NessError, KeyError):
+        return False
+    if type(process) is not int or not 0 < process < 1 << 31:
         return False
     if host != platform.node() or os.name != "posix":  # elsewhere a process cannot be asked without harm
         return now - heard < SILENCE
@@ -146,19 +161,19 @@ def _is_held(path: Path, heard: float, now: float) -> bool:
 def _from_config(path: Path) -> RunRequest | None:
     """What a run folder that nobody noted asks for; None for a folder that is no run's."""
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-        benchmark, method, setting = (str(config[key]) for key in ("benchmark", "method", "setting"))
-        epochs = int(config["settings"]["epochs"])
-        own = f"{benchmark}-{method}-{config['digest']}-seed{config['seed']}"
-        if own != path.parent.name and (path.parent.parent / own).exists():
+        config = read_json(path)
+        folder, settings = path.parent.name, config["settings"]
+        own = f"{config['benchmark']}-{config['method']}-{config['digest']}-seed{config['seed']}"
+        if own != folder and own == PurePath(own).name and (path.parent.parent / own).exists():
             return None  # a copy of a run that is there itself
-        return RunRequest(path.parent.name, benchmark, method, setting, int(config["seed"]), 0, epochs)
-    except (OSError, ValueError, KeyError, TypeError):
+        names = {name: config[name] for name in ("benchmark", "method", "setting", "seed")}
+        return queue.request_of({"folder": folder, **names, "lessons": 0, "epochs": settings["epochs"]})
+    except (OSError, NessError, ValueError, KeyError, TypeError):
         return None
 
 
 def _changed(path: Path) -> float | None:
     try:
         return path.stat().st_mtime
-    except OSError:
+    except (OSError, ValueError):
         return None

@@ -1,12 +1,14 @@
 """An empty figure, and how one is written: PNG, SVG and PDF beside one another."""
 
-import os
+import io
 from collections.abc import Mapping
 from pathlib import Path
 
 import matplotlib
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+
+from ness._files import write_bytes
 
 KINDS = ("png", "svg", "pdf")
 _UNDATED: Mapping[str, Mapping[str, str | None]] = {
@@ -44,7 +46,7 @@ def save_svg(drawn: Figure, path: Path, description: str) -> None:
 
 
 def _write(drawn: Figure, path: Path, kind: str, metadata: Mapping[str, str | None] | None) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    made = io.BytesIO()
     with matplotlib.rc_context({"svg.hashsalt": "ness"}):
-        drawn.savefig(temporary, format=kind, dpi=150, metadata=metadata)
-    temporary.replace(path)
+        drawn.savefig(made, format=kind, dpi=150, metadata=metadata)
+    write_bytes(path, made.getvalue(), "choose another --out")

@@ -52,8 +52,13 @@ def matrix_of(layer: Layer, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def gradient_of(layer: Layer) -> Tensor:
-    """The gradient of [W b] of a layer as (o, width)."""
-    assert layer.weight.grad is not None
+    """The gradient of [W b] of a layer as (o, width); a layer of which only one of the two trains is refused."""
+    if layer.weight.grad is None or (layer.bias is not None and layer.bias.grad is None):
+        missing = "weight" if layer.weight.grad is None else "bias"
+        raise NessError(
+            f"layer {layer.name!r}: its {missing} has no gradient, but directions are closed to weight and bias "
+            "together; let both train, or build the layer without a bias"
+        )
     return matrix_of(layer, layer.weight.grad, None if layer.bias is None else layer.bias.grad)
 
 
@@ -80,7 +85,7 @@ def project_gradients(layers: Layers, removals: Mapping[str, Removal], pairs: Pa
     """Takes its removal out of the gradient of every layer that has both; of its rows where they are few and known."""
     for name, remove in removals.items():
         layer = layers[name]
-        if layer.weight.grad is None or remove.nothing:
+        if remove.nothing or (layer.weight.grad is None and (layer.bias is None or layer.bias.grad is None)):
             continue
         known = None if pairs is None else pairs.of(name)
         matrix = remove(gradient_of(layer)) if known is None else known[1].mT @ remove(known[0])
@@ -96,9 +101,10 @@ class Projecting(Method):
     """
 
     free_norms = False  # whether BatchNorm's affine parameters go on training after the first task
-    # Whether a linear layer multiplies by the very weights that train, and `gradients` fills .grad by backward passes
-    # through the network alone: then .grad is Σ gᵀ x. A class says it of the loss and the logits that it has; others of
-    # a subclass may add to .grad (a penalty on weights does), so it is projected by gradients unless it says it too.
+    # Whether a linear layer multiplies by the very weights that train, and nothing but backward passes through the
+    # network fills .grad before it is projected: then .grad is Σ gᵀ x, and its rows may be projected in its place. A
+    # class says it of itself alone. What a subclass overrides may add to .grad, clip it, or put another in its place,
+    # so its gradients are projected as they are, unless it says so too.
     by_rows = False
 
     def __init__(self, context: Context) -> None:
@@ -127,9 +133,8 @@ class Projecting(Method):
     def watching(self) -> AbstractContextManager[None]:
         """Keeps the rows of linear layers, to take out of them what would cost more to take out of gradients."""
         kind = type(self)
-        said = next(base for base in kind.__mro__ if "by_rows" in vars(base))
-        same = issubclass(said, Projecting) and kind.loss is said.loss and kind.logits is said.logits
-        return self.pairs.watching() if self.by_rows and same else nullcontext()
+        replaced = any(callable(getattr(kind, name, None)) for name in vars(self))  # a hook, of this object alone
+        return self.pairs.watching() if vars(kind).get("by_rows", False) and not replaced else nullcontext()
 
     def after_backward(self, batch: Batch) -> None:
         """G ← G - G Π."""

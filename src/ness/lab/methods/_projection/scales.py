@@ -99,8 +99,6 @@ class Scaling(Projecting):
     `scales[task][layer]` are switched by the task a batch is of, so each task is always used with its own.
     """
 
-    by_rows = True  # where a layer's inputs are scaled; one whose weights are has no pairs
-
     def __init__(self, context: Context) -> None:
         super().__init__(context)
         self.scales: dict[int, dict[str, list[Scale]]] = {}
