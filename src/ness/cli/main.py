@@ -1,4 +1,4 @@
-"""The command line: `ness run | table | tune | report | watch | list | data`, and what a mistake looks like."""
+"""The command line: `ness run | table | tune | report | watch | list | data | study`, and what a mistake looks like."""
 
 import sys
 from collections.abc import Callable, Sequence
@@ -18,6 +18,7 @@ Continual learning without forgetting: train task after task, and see what was k
   watch    what is done, what runs, what is left     ness watch runs/
   list     what there is                             ness list methods | benchmarks
   data     the data sets                             ness data list | get | check
+  study    adapt a language model in many ways       ness study PLAN --out results/language
 
 `ness COMMAND --help` says more. Exit codes: 0 done, 2 wrong use, 1 failed.
 """
@@ -31,6 +32,7 @@ COMMANDS = {
     "watch": "ness.cli.watch",
     "list": "ness.cli.list",
     "data": "ness.cli.data",
+    "study": "ness.cli.study",
 }
 
 

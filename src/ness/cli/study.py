@@ -4,6 +4,10 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
 
 _EXAMPLE = """example:
   ness study experiments/language-stories15m-reviews.toml --out results/language
@@ -38,12 +42,11 @@ def main(argv: Sequence[str]) -> int:
     import torch
 
     from ness.errors import NessError
-    from ness.lab.gpu.devices import resolve
     from ness.lab.language import study
 
     try:
         plan = study.read(arguments.plan)
-        device = torch.device(resolve(arguments.device))
+        device = device_of(arguments.device)
     except NessError as error:
         sys.stderr.write(f"ness study: {error}\n")
         return 2
@@ -56,14 +59,23 @@ def main(argv: Sequence[str]) -> int:
         if not arguments.quiet:
             sys.stderr.write(f"{line}\n")
 
-    study.run(
-        plan,
-        arguments.plan.stem,
-        arguments.data,
-        arguments.out,
-        device,
-        say,
-        arguments.rows,
-        arguments.seeds,
-    )
+    def material() -> study.Material:
+        return study.prepare(plan, arguments.data, device)
+
+    study.run(plan, arguments.plan.stem, material, arguments.out, say, arguments.rows, arguments.seeds)
     return 0
+
+
+def device_of(text: str) -> "torch.device":
+    """The device of this name, if it is there."""
+    import torch
+
+    from ness.errors import NessError
+
+    try:
+        device = torch.device(text)
+    except RuntimeError:
+        raise NessError(f"--device {text}: expected cpu, cuda, or cuda:0 and so on") from None
+    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
+        raise NessError(f"--device {text}: is not here; expected cpu, or cuda where there is a GPU")
+    return device

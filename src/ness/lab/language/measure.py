@@ -20,7 +20,7 @@ def loss_and_change(model: nn.Module, base: nn.Module | None, blocks: Tensor) ->
     """
     model.eval()
     total, change = 0.0, 0.0
-    for part in blocks.split(_AT_ONCE):
+    for part in torch.split(blocks, _AT_ONCE):
         with autocast(part.device):
             logits = model(input_ids=part).logits[:, :-1].float()
             origin = None if base is None else base(input_ids=part).logits[:, :-1].float()

@@ -65,8 +65,10 @@ def block_linears(model: nn.Module) -> list[str]:
 
 
 def _weights(model: nn.Module) -> list[nn.Parameter]:
-    found = [model.get_submodule(name).weight for name in block_linears(model)]
-    return [weight.requires_grad_() for weight in found if isinstance(weight, nn.Parameter)]
+    found = [model.get_parameter(f"{name}.weight") for name in block_linears(model)]
+    for weight in found:
+        weight.requires_grad_()
+    return found
 
 
 def full(setup: Setup, rate: float) -> Adapted:
@@ -107,7 +109,7 @@ def lora(setup: Setup, rate: float, rank: int = 16, start: str = "zero") -> Adap
 
         def seen() -> None:
             with torch.no_grad():
-                for part in setup.old.split(1):
+                for part in torch.split(setup.old, 1):
                     model(input_ids=part)
 
         preprocess_corda(model, config, run_model=seen)
@@ -139,11 +141,10 @@ RULES: Mapping[str, Callable[[float], ness.Rule]] = {
 def null_space(setup: Setup, rate: float, rule: str = "within", value: float = 0.1, rank: int = 0) -> Adapted:
     """The guard around every linear layer: full width (`rank=0`) or LoRA-sized."""
     model = setup.fresh()
-    for weight in _weights(model):
-        weight.requires_grad_()
+    _weights(model)
     guard = ness.NullSpace(model, rule=RULES[rule](value))
-    guard.observe(setup.old.split(8), forward=_forward)
-    guard.constrain(**({"rank": rank, "generator": torch.Generator().manual_seed(setup.seed)} if rank else {}))
+    guard.observe(torch.split(setup.old, 8), forward=_forward)
+    guard.constrain(rank=rank or None, generator=torch.Generator().manual_seed(setup.seed))
     held = guard.parameters()
     train(model, held, setup.data(), rate, setup.steps)
     guard.merge()
@@ -176,8 +177,9 @@ def interpolated(base: nn.Module, tuned: nn.Module, share: float) -> nn.Module:
 
 def repaired(base: nn.Module, tuned: nn.Module, old: Tensor, new: Tensor | None, strength: float) -> nn.Module:
     """A fine-tune mended by `ness.repair` in one go."""
-    cut = None if new is None else new.split(8)
-    return ness.repair(tuned, base, old=old.split(8), new=cut, strength=strength).model
+    cut = None if new is None else torch.split(new, 8)
+    made: nn.Module = ness.repair(tuned, base, old=torch.split(old, 8), new=cut, strength=strength).model
+    return made
 
 
 def _count(parameters: list[nn.Parameter]) -> int:

@@ -61,7 +61,7 @@ def _smollm2(data: Path | None) -> LanguageModel:
         model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file.name, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder, gguf_file=file.name)
     encode: Any = lambda text: tokenizer(text, add_special_tokens=False)["input_ids"]  # noqa: E731
-    return LanguageModel("smollm2", model.eval(), encode, tokenizer.bos_token_id, tokenizer.eos_token_id)
+    return LanguageModel("smollm2", model.train(False), encode, tokenizer.bos_token_id, tokenizer.eos_token_id)
 
 
 def _stories(data: Path | None) -> LanguageModel:
@@ -75,7 +75,7 @@ def _stories(data: Path | None) -> LanguageModel:
         raise NessError(f"the file of stories15m lacks {', '.join(sorted(missing))}")
     model.tie_weights()
     pieces = stories_pieces(raw, start, config["vocab_size"])
-    return LanguageModel("stories15m", model.eval(), Merges(pieces), begin=1, end=1)
+    return LanguageModel("stories15m", model.train(False), Merges(pieces), begin=1, end=1)
 
 
 def stories_weights(raw: bytes) -> tuple[dict[str, Any], dict[str, Tensor], int]:

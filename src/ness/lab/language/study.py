@@ -5,6 +5,7 @@ measured; a record that is there is not measured again.
 """
 
 import dataclasses
+import importlib.metadata
 import json
 import math
 import platform
@@ -73,7 +74,6 @@ class Plan:
     measured: int = 96
     batch: int = 4
     steps: int = 150
-    curve: tuple[int, ...] = ()
 
 
 def read(path: Path) -> Plan:
@@ -175,10 +175,9 @@ Report = Callable[[str], None]
 def run(
     plan: Plan,
     name: str,
-    data: Path | None,
+    material: Callable[[], Material],
     out: Path,
-    device: torch.device,
-    report: Report,
+    report: Report = lambda line: None,
     only: Sequence[str] = (),
     seeds: Sequence[int] = (),
 ) -> list[Path]:
@@ -187,46 +186,46 @@ def run(
     Args:
         plan: what is studied.
         name: of the plan; its records go to the folder of this name in `out`.
-        data: folder of the packages.
+        material: loads the model and the texts; called once, if there is anything to measure.
         out: folder of the records.
-        device: where to train.
         report: called with a line of text for every row that is done.
         only: names of rows; () is all.
         seeds: instead of the plan's.
 
     Returns:
         The records' paths, new ones and those that were there.
+
+    Raises:
+        NessError: a row of that name is not in the plan, or a package is missing.
     """
-    if unknown := set(only) - {row.name for row in plan.rows}:
-        raise NessError(
-            f"no row is called {', '.join(sorted(unknown))}; there are {', '.join(r.name for r in plan.rows)}"
-        )
+    known = [row.name for row in plan.rows]
+    if unknown := [one for one in only if one not in known]:
+        raise NessError(f"no row is called {', '.join(unknown)}; there are {'; '.join(known)}")
     rows = [row for row in plan.rows if not only or row.name in only]
     wanted = [
         (seed, row, out / name / f"{_slug(row.name)}-seed{seed}.json") for seed in seeds or plan.seeds for row in rows
     ]
     todo = [one for one in wanted if not one[2].exists()]
     if todo:
-        material = prepare(plan, data, device)
-        base = measured(material, material.language.model)
+        given = material()
+        base = measured(given, given.language.model)
         for seed, row, path in todo:
             began = time.perf_counter()
-            points = list(_points(plan, row, seed, material))
+            points = list(_points(plan, row, seed, given))
+            shared = (field.name for field in dataclasses.fields(plan) if field.name not in ("rows", "title"))
             record = {
                 "schema": SCHEMA,
                 "study": name,
                 "title": plan.title,
-                "plan": {
-                    f.name: getattr(plan, f.name) for f in dataclasses.fields(plan) if f.name not in ("rows", "title")
-                },
+                "plan": {key: getattr(plan, key) for key in shared},
                 "row": {**dataclasses.asdict(row), "options": dict(row.options)},
                 "seed": seed,
                 "base": base,
                 "points": points,
                 "seconds": round(time.perf_counter() - began, 1),
-                "environment": _environment(device),
+                "environment": _environment(given.new.device),
             }
-            _files.write_bytes(path, json.dumps(record, indent=1, allow_nan=False).encode())
+            _files.write_bytes(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
             report(f"{row.name}, seed {seed}: {len(points)} points in {record['seconds']:.0f} s")
     return [path for _, _, path in wanted]
 
@@ -291,14 +290,20 @@ def _slug(name: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
 
 
-def _environment(device: torch.device) -> dict[str, Any]:
-    import transformers
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "none"
 
+
+def _environment(device: torch.device) -> dict[str, Any]:
     named = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "ness": __version__,
         "torch": torch.__version__,
-        "transformers": transformers.__version__,
+        "transformers": _version("transformers"),
+        "peft": _version("peft"),
         "python": platform.python_version(),
         "device": named,
         "threads": torch.get_num_threads(),

@@ -55,7 +55,7 @@ def train(
             logits = model(input_ids=batch).logits[:, :-1]
         loss = cross_entropy(logits.float().flatten(0, 1), batch[:, 1:].flatten())
         optimizer.zero_grad(set_to_none=True)
-        loss.backward()
+        torch.autograd.backward(loss)
         torch.nn.utils.clip_grad_norm_(held, _CLIP)
         optimizer.step()
         at(step)
