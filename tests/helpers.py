@@ -212,6 +212,12 @@ def train(
     model.eval()
 
 
+def plain_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the state dict under the model's own keys: without what a constrained model has beside them."""
+    state = model.state_dict()
+    return {key: value.clone() for key, value in state.items() if not key.rpartition(".")[2].startswith("ness_")}
+
+
 def supported(model: nn.Module, exclude: str = "head") -> dict[str, nn.Module]:
     """Layers that are called through their forward, by name."""
     kinds = (nn.Linear, nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -241,7 +247,7 @@ def recording(model: nn.Module) -> Iterator[dict[str, list[Tensor]]]:
 
 def twin(module: nn.Module) -> nn.Module:
     """An ordinary float64 copy of a layer with the weights it really runs with."""
-    plain = type(module) if not hasattr(module, "_ness_updates") else type(module).__mro__[2]
+    plain = getattr(module, "_ness_base", type(module))
     values = {
         name: getattr(module, name).detach().double()
         for name in ("weight", "bias")

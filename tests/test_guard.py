@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import ness
-from helpers import OPTIMIZERS, ZOO, GPT2Like, ResNetLike, Twice, low_rank, named, smooth_images, train
+from helpers import OPTIMIZERS, ZOO, GPT2Like, ResNetLike, Twice, low_rank, named, plain_state, smooth_images, train
 
 pytestmark = pytest.mark.filterwarnings("ignore::ness.NessWarning")
 
@@ -364,7 +364,7 @@ def test_a_frozen_bias_does_not_move() -> None:
     for form in ("any", "sgd"):
         guard.constrain(form=form)  # type: ignore[arg-type]
         assert all(row.rank <= row.fan_in for row in guard.certificate().rows)
-        before = {k: v.clone() for k, v in model.state_dict().items()}
+        before = plain_state(model)
         train(model, OPTIMIZERS["momentum"](guard.parameters()), torch.randn(8, 16))
         guard.merge()
         after = model.state_dict()

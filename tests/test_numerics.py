@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -207,3 +209,47 @@ def test_a_group_that_saw_only_zeros_leaves_a_drift_limit_and_a_budget_to_the_ot
     frugal.observe(x)
     frugal.constrain()
     assert frugal.certificate()["0"].rank == 5
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rows", [2, 4000])  # the factored way and the way that rounds in every forward
+def test_a_merge_that_rounds_an_update_away_says_so(dtype: torch.dtype, rows: int) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 8)).to(dtype)
+    guard = ness.NullSpace(model, rule=ness.Rank(20))
+    guard.observe([torch.randn(rows, 64).to(dtype)] * (200 // rows + 1))
+    guard.constrain()
+    fine, coarse = guard.parameters()
+    fine.data.normal_(std=torch.finfo(dtype).eps / 100)  # finer than what the weights can hold
+    coarse.data.normal_(std=1.0)
+    twin, guard_of_twin = copy.deepcopy((model, guard))
+    float_before = twin.float()(torch.ones(1, 64))
+    with pytest.warns(
+        ness.NessWarning, match=r"merge: rounding to b?float16 took away \d+% of the update of '0'"
+    ) as said:
+        guard.merge()
+    assert len(said) == 1
+    assert "model.float() before merge()" in str(said[0].message)
+    assert "'2'" not in str(said[0].message)
+    assert said[0].filename == __file__
+    assert not guard.constrained
+    assert type(model[0]) is nn.Linear
+    lost = guard._protected["0"].last.rounded
+    assert 0.05 < lost <= 1.5
+    guard_of_twin.merge()  # in float32 nothing is lost, and nothing is said
+    assert guard_of_twin._protected["0"].last.rounded == 0
+    assert torch.allclose(twin(torch.ones(1, 64)), float_before, atol=1e-4)
+
+
+def test_a_merge_that_keeps_the_update_says_nothing() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 32).bfloat16()
+    guard = ness.NullSpace(model, rule=ness.Rank(20))
+    guard.observe(torch.randn(200, 64).bfloat16())
+    guard.constrain()
+    guard.parameters()[0].data.normal_(std=3.0)
+    before, change = model._parameters["weight"].double(), guard._protected[""].constraint.change()[0, :, :64]
+    guard.merge()
+    lost = (model.weight.double() - before - change).norm() / change.norm()
+    assert abs(float(lost.detach()) - guard._protected[""].last.rounded) < 1e-3
+    assert lost < 0.05

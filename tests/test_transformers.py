@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -212,3 +214,52 @@ def test_a_peft_model_is_refused_by_name_and_merged_it_is_guarded() -> None:
     guard = ness.NullSpace(model.merge_and_unload())
     assert "model.layers.0.self_attn.q_proj" in guard.layers
     assert not any("lora" in name for name in guard.layers)
+
+
+def small_bert(kind: type[torch.nn.Module]) -> torch.nn.Module:
+    config = transformers.BertConfig(
+        vocab_size=60, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=48
+    )
+    return kind(config)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_guard_of_bert_loads_for_its_classifier(dtype: torch.dtype, tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    body, tokens = small_bert(transformers.BertModel).eval(), torch.randint(1, 8, (40, 12))
+    guard = ness.NullSpace(body, rule=ness.Nuclear(1e-2))
+    guard.observe([{"input_ids": tokens}])
+    guard.save(tmp_path)
+    model = small_bert(transformers.BertForSequenceClassification)
+    model.bert.load_state_dict(body.state_dict())
+    model = model.to(dtype).eval()
+    again = ness.NullSpace.load(tmp_path, model)
+    assert again.layers == tuple(f"bert.{name}" for name in guard.layers)
+    again.constrain()
+    assert again.unprotected == {"classifier.weight": 64, "classifier.bias": 2}
+    optimizer = torch.optim.AdamW(again.parameters(), lr=1e-2)
+    model(input_ids=torch.randint(8, 60, (8, 12))).logits.square().mean().backward()
+    optimizer.step()
+    assert again.certificate().holds
+    again.merge()
+    assert again.certificate().holds
+
+
+def test_guards_of_bodies_load_for_language_models_whose_head_is_tied(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model = whole("gpt2")
+    guard = ness.NullSpace(model.transformer)
+    guard.observe([{"input_ids": torch.randint(1, 8, (20, 8))}])
+    guard.save(tmp_path)
+    again = ness.NullSpace.load(tmp_path, model)
+    assert again.layers == tuple(f"transformer.{name}" for name in guard.layers)
+    again.constrain()
+    assert again.unprotected == {}
+    assert "tied" in again.skipped["lm_head"]
+    again.merge()
+    bert = small_bert(transformers.BertModel)
+    guard = ness.NullSpace(bert)
+    guard.observe([{"input_ids": torch.randint(1, 8, (20, 8))}])
+    guard.save(tmp_path)
+    with pytest.raises(ness.NessError, match=r"'bert' has its layers, but not pooler.dense"):
+        ness.NullSpace.load(tmp_path, whole("bert"))

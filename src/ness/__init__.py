@@ -10,6 +10,8 @@ from ness.comparison import Comparison
 from ness.costs import Cost, CostRow, cost
 from ness.errors import NessError, NessWarning
 from ness.guard import NullSpace
+from ness.repairing.repair import repair
+from ness.repairing.report import Front, Repair, RepairRow
 from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft, Within
 from ness.statistics.gram import Gram
 
@@ -20,6 +22,11 @@ __all__ = [
     "CertificateRow",
     "Comparison",
     "Gram",
+    # a fine-tune that has forgotten already
+    "repair",
+    "Repair",
+    "RepairRow",
+    "Front",
     # what it takes, before anything is allocated
     "cost",
     "Cost",

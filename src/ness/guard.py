@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -23,7 +22,7 @@ from ness.statistics.recorder import Forward
 from ness.storage.folder import load_folder, save_folder
 from ness.tasks import Tasks
 from ness.updates.layer_state import LayerState
-from ness.updates.optimizers import refuse_other_optimizers
+from ness.updates.optimizers import OptimizerWatch
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.changes import Change, whole
@@ -100,7 +99,7 @@ class NullSpace(Observes, Exports):
         self._flags: list[tuple[nn.Parameter, bool]] = []  # requires_grad before `constrain`
         self._idle: dict[str, str] = {}  # layers that could not be constrained this time, and why
         self._unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
-        self._watch_optimizers: torch.utils.hooks.RemovableHandle | None = None
+        self._watch_optimizers: OptimizerWatch | None = None
         self._unfinished: Change | None = None  # a change under way, or one that was broken off
         self._observation: observed | None = None  # under way
 
@@ -326,7 +325,12 @@ class NullSpace(Observes, Exports):
 
     @classmethod
     def load(cls, folder: str | Path, model: nn.Module) -> NullSpace:
-        """Read a guard from a folder, for the model it was saved with."""
+        """Read a guard from a folder, for the model it was saved with.
+
+        Or for one that is that model but for a prefix of its names: a guard of a body (`BertModel`) loads for the
+        classifier around it, whose other modules are then excluded: nothing of them was observed, they train, and
+        `unprotected` lists them. Or for a copy in another dtype: what rounding has moved counts as drift.
+        """
         from ness.storage.state import rebuild
 
         tensors, manifest = load_folder(Path(folder))
@@ -336,16 +340,15 @@ class NullSpace(Observes, Exports):
         if not self.constrained:
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> NullSpace:
-        """A guard of a copy of the model, which refuses optimizers as this one does."""
-        twin = type(self).__new__(type(self))
-        memo[id(self)] = twin
-        own = dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))
-        twin.__dict__.update(copy.deepcopy({**self.__dict__, **own}, memo))
-        twin._shape = shape_of(twin.model) if not twin.constrained else ()
-        if self._watch_optimizers is not None:
-            twin._watch_optimizers = refuse_other_optimizers(updates_of(twin))
-        return twin
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, **dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy, or what was pickled: the guard of another model, whose optimizers it watches as this one does."""
+        self.__dict__.update(state)
+        self._shape = shape_of(self.model) if not self.constrained else ()
+        if self.constrained:
+            self._watch_optimizers = OptimizerWatch(self.model, updates_of(self), self._form)
 
     def __repr__(self) -> str:
         return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

@@ -169,8 +169,10 @@ def test_an_interrupt_is_one_line(monkeypatch, capsys) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("ness.lab.training.loop.Trainer.epoch", interrupt)
-    assert main([*RUN, "finetune"]) == 1
-    assert "goes on from the last checkpoint" in capsys.readouterr().err
+    assert main([*RUN, "finetune"]) == 130
+    said = capsys.readouterr().err
+    assert "ness: interrupted; the same command goes on with finetune on tiny, seed 1, from its beginning" in said
+    assert "Traceback" not in said
 
 
 def test_a_missing_package_is_named(monkeypatch, capsys) -> None:

@@ -186,5 +186,5 @@ def test_seeds_that_are_none_are_refused(command: str, seeds: str, capsys) -> No
 def test_numbers_that_are_none_and_unknown_devices_are_refused(capsys) -> None:
     assert main(["run", "--benchmark", "tiny", "--method", "finetune", "--lr", "inf"]) == 2
     assert "lr is inf, expected a number" in capsys.readouterr().err
-    assert main(["run", "--benchmark", "tiny", "--method", "finetune", "--device", "mps"]) == 1
+    assert main(["run", "--benchmark", "tiny", "--method", "finetune", "--device", "mps"]) == 2
     assert "--device mps: found mps, expected cpu, cuda" in capsys.readouterr().err

@@ -104,9 +104,8 @@ def test_a_task_can_be_resumed_half_way(tmp_path: Path) -> None:
     guard.save(tmp_path)
     live, x = norms(model), torch.randn(4, 3, 8, 8)
     expected = model(x)
-    state = {k: v.clone() for k, v in model.state_dict().items()}
     other = ResNetLike()
-    other.load_state_dict(state)
+    other.load_state_dict(model.state_dict(), strict=False)
     again = ness.NullSpace.load(tmp_path, other)
     other.eval()
     assert same(live, norms(other))
@@ -168,6 +167,19 @@ class ByHand(nn.Module):
         return nn.functional.layer_norm(x, (width,), self.w, self.b, 1e-5)
 
 
+class ChannelsFirst(nn.Module):
+    """The LayerNorm of images, as ConvNeXt has it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.ones(width)), nn.Parameter(torch.zeros(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean = x.mean(1, keepdim=True)
+        x = (x - mean) / torch.sqrt((x - mean).pow(2).mean(1, keepdim=True) + 1e-6)
+        return self.weight[:, None, None] * x + self.bias[:, None, None]
+
+
 class Bare(nn.Module):
     def __init__(self, *shape: int) -> None:
         super().__init__()
@@ -216,6 +228,7 @@ NORMS = {
     "two wide": lambda: Rms(2),
     "lucid": lambda: Lucid(16),
     "by hand": lambda: ByHand(16),
+    "channels first": lambda: ChannelsFirst(16),
     "torch's": lambda: nn.RMSNorm(16),
 }
 OTHERS = {

@@ -49,7 +49,7 @@ def test_resumed_training_is_bit_equal(name: str, form: str, optimizer: str, tmp
     guard.merge()
 
     other, _, _ = ZOO[name]()
-    other.load_state_dict(state)
+    assert other.load_state_dict(state, strict=False).missing_keys == []  # the weights as they run
     again = ness.NullSpace.load(tmp_path / "guard", other)
     assert again.constrained
     torch.manual_seed(2)

@@ -23,6 +23,7 @@ from helpers import (
     layers,
     low_rank,
     named,
+    plain_state,
     recording,
     rows_out,
     smooth_images,
@@ -38,7 +39,7 @@ State = dict[str, Tensor]
 
 
 def state_of(model: nn.Module) -> State:
-    return {key: value.clone() for key, value in model.state_dict().items()}
+    return plain_state(model)
 
 
 def same(a: State, b: State, head: bool = False) -> bool:

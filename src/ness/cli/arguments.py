@@ -1,7 +1,6 @@
 """From a command line to settings: the flags of a run are the fields of its method's and benchmark's dataclasses."""
 
 import dataclasses
-import tomllib
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,9 +12,10 @@ import tyro
 from ness.cli.main import WrongUse
 from ness.errors import NessError
 from ness.lab import registry
+from ness.lab.runs.environment import choose_device
 from ness.lab.runs.jobs import preset_values, settings_type
-from ness.lab.runs.run import Options
-from ness.lab.runs.settings import PRESETS, Preset, compose, overridden, same_field, setting
+from ness.lab.runs.run import Options, check_options
+from ness.lab.runs.settings import PRESETS, Preset, check_type, compose, overridden, read_toml, same_field, setting
 from ness.lab.training.seeds import checked
 
 T = TypeVar("T")
@@ -41,9 +41,9 @@ class How:
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     fast: bool = setting(False, "on a GPU: bfloat16 and whatever kernels are fastest; a seed then gives no equal bits")
     again: bool = setting(False, "repeat runs that are finished")
-    quiet: bool = setting(False, "plain lines instead of a live bar")
+    quiet: bool = setting(False, "say nothing but warnings and errors")
     times: bool = setting(False, "say at the end where the time went; on a GPU it is said anyway")
-    threads: int = setting(0, "CPU threads; 0: one for a small network, torch's own choice else")
+    threads: int = setting(0, "CPU threads, at most the cores; 0: one for a small network, torch's own choice else")
     save_every: float | None = setting(None, "seconds between two checkpoints, at least; by default 30, on a GPU 120")
     stop_after: float | None = setting(
         None, "seconds after which no further run is begun; those under way are finished"
@@ -107,7 +107,9 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
     fields = {item.name for item in dataclasses.fields(kind)}
     explicit = (given(argv) & fields) | set(config)
     changes = {name: getattr(parsed, name) for name in sorted(explicit - set(defaults))}
-    return Request(own(**{name: getattr(parsed, name) for name in defaults}), changes)
+    mine = own(**{name: getattr(parsed, name) for name in defaults})
+    _check_options(mine)
+    return Request(mine, changes)
 
 
 def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
@@ -116,7 +118,20 @@ def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
         _with_help(own), args=list(argv), prog=prog, description=text, config=(tyro.conf.FlagCreatePairsOff,)
     )
     _check_seeds(parsed)
-    return own(**_values(parsed))
+    mine = own(**_values(parsed))
+    _check_options(mine)
+    return mine
+
+
+def _check_options(own: Any) -> None:
+    """Refuses numbers out of their range and devices that are not there, before anything is read or written."""
+    if isinstance(own, How):
+        try:
+            check_options(own.options())
+            if own.device != "auto":
+                choose_device(own.device)
+        except NessError as error:
+            raise WrongUse(str(error)) from error
 
 
 def _check_seeds(parsed: Any) -> None:
@@ -154,20 +169,26 @@ def read_config(path: str | None, own: type) -> dict[str, Any]:
     """The settings of a TOML file, flat; paths and tuples of the command's own fields are converted."""
     if path is None:
         return {}
+    where = f"--config {path}"
     try:
-        values = tomllib.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise WrongUse(f"--config {path}: cannot be read ({error})") from error
-    except tomllib.TOMLDecodeError as error:
-        raise WrongUse(f"--config {path}: is not TOML ({error})") from error
-    hints = typing.get_type_hints(own)
-    for name, value in values.items():
-        if isinstance(value, dict):
-            raise WrongUse(f"--config {path}: [{name}] is a table; settings stand flat, e.g. lr = 0.01")
-        if isinstance(value, list):
-            values[name] = tuple(value)
-        if hints.get(name) in (Path, Path | None):
-            values[name] = Path(value)
+        values = read_toml(Path(path))
+        hints = typing.get_type_hints(own)
+        for name, value in values.items():
+            if isinstance(value, dict):
+                raise NessError(f"{path}: [{name}] is a table; settings stand flat, e.g. lr = 0.01")
+            if name == "config":
+                raise NessError(f"{path}: a file of settings names no other one")
+            if isinstance(value, list):
+                values[name] = value = tuple(value)
+            is_path = hints.get(name) in (Path, Path | None)
+            if is_path or name in ("method", "benchmark", "preset", "optimizer"):
+                check_type(name, value, str, path)  # before anything is looked up by it
+            elif name in hints:
+                check_type(name, value, hints[name], path)
+            if is_path:
+                values[name] = Path(value)
+    except NessError as error:
+        raise WrongUse(f"{where}: {str(error).removeprefix(f'{path}: ')}") from error
     return values
 
 

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
-from ness.errors import NessError
+from ness.errors import NessError, printable
 from ness.lab.datasets.catalogue import CATALOGUE, GROUPS, DataSet, look_up
 from ness.lab.datasets.download import Progress, at_tenth
 from ness.lab.datasets.load import get
@@ -36,13 +36,13 @@ def main(argv: Sequence[str]) -> int:
     try:
         sets = list(dict.fromkeys(data_set for name in arguments.names for data_set in look_up(name)))
     except NessError as error:
-        sys.stderr.write(f"ness data: {error}\n")
+        sys.stderr.write(f"ness data: {printable(str(error))}\n")
         return 2
     run = {"list": _list, "get": _get, "check": _check}[arguments.command]
     try:
         return run(sets, arguments.data)
     except NessError as error:
-        sys.stderr.write(f"ness data: {error}\n")
+        sys.stderr.write(f"ness data: {printable(str(error))}\n")
         return 1
 
 
@@ -89,8 +89,12 @@ def _get(sets: list[DataSet], data: Path | None) -> int:
                 get(data_set, data, progress)
         except NessError as error:
             failed = True
-            sys.stderr.write(f"ness data: {error}\n")
-    _table([status(data_set, data) for data_set in sets])
+            sys.stderr.write(f"ness data: {printable(str(error))}\n")
+    try:
+        _table([status(data_set, data) for data_set in sets])
+    except NessError:
+        if not failed:  # else it is the same again
+            raise
     return 1 if failed else 0
 
 
@@ -99,13 +103,13 @@ def _table(rows: list[Status]) -> None:
     cells = [("name", "size", "where", "state")]
     for row in rows:
         size = f"{row.size / 1e6:.0f} MB" if row.size else "-"
-        cells.append((row.data_set.name, size, str(row.found.path) if row.found else "-", row.state))
+        cells.append((row.data_set.name, size, printable(str(row.found.path)) if row.found else "-", row.state))
     widths = [max(len(line[column]) for line in cells) for column in range(3)]
     for name, size, where, state in cells:
         sys.stdout.write(f"{name:<{widths[0]}}  {size:>{widths[1]}}  {where:<{widths[2]}}  {state}\n")
     for row in rows:
         if row.reason:
-            sys.stderr.write(f"ness data: {row.reason}\n")
+            sys.stderr.write(f"ness data: {printable(row.reason)}\n")
 
 
 @contextmanager

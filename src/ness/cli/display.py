@@ -1,19 +1,22 @@
 """The terminal: progress, times, outcomes."""
 
+import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError, NessWarning, printable
 from ness.lab.runs.environment import process_age, table
 from ness.lab.runs.jobs import Job
-from ness.lab.runs.run import Listener
+from ness.lab.runs.run import Listener, folder_of
+from ness.lab.runs.run_folder import RunFolder
 from ness.lab.runs.sweep import Grid
 from ness.lab.training.loop import Event
 from ness.report.formats import aligned
@@ -39,11 +42,55 @@ class CommandClock:
     def __init__(self) -> None:
         self.began = time.perf_counter() - (process_age() or 0.0)
 
-    def tell(self, grid: Grid, asked: bool) -> None:
-        """The table, if it was asked for or there was a card, and something was run."""
+    def tell(self, grid: Grid, asked: bool, quiet: bool = False) -> None:
+        """The table, if it was asked for or there was a GPU (and not `quiet`), and something was run."""
         runs = [outcome.times for outcome in grid.outcomes if outcome.how != "there"]
-        if runs and (asked or grid.on_card):
+        if runs and (asked or (grid.on_card and not quiet)):
             sys.stderr.write(aligned(table(runs, time.perf_counter() - self.began)))
+
+
+def tell(text: str) -> None:
+    """One line on standard error."""
+    sys.stderr.write(f"{printable(text)}\n")
+    sys.stderr.flush()
+
+
+@contextmanager
+def stoppable(work: Sequence[tuple[Job, int]], out: Path) -> Iterator[None]:
+    """Ctrl-C in here says from where the same command goes on."""
+    try:
+        yield
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt(goes_on(work, out)) from stop
+
+
+def goes_on(work: Sequence[tuple[Job, int]], out: Path) -> str:
+    """From where the runs that are not finished go on: 'the same command goes on with …'."""
+    begun, waiting = [], 0
+    for job, seed in work:
+        folder = RunFolder(folder_of(job, seed, out))
+        if os.path.lexists(folder.path / "result.json"):
+            continue
+        if not (folder.path / "config.json").exists():
+            waiting += 1
+            continue
+        begun.append(f"{job.title} on {job.benchmark.name}, seed {seed}, {_resumption(folder)}")
+    parts = begun[:3] + ([f"{len(begun) - 3} more that are begun"] if len(begun) > 3 else [])
+    parts += [f"{waiting} that are not begun"] if waiting else []
+    return f"the same command goes on with {'; '.join(parts)}" if parts else "every run is finished"
+
+
+def _resumption(folder: RunFolder) -> str:
+    try:
+        found = folder.last_good()
+        if found is None:
+            return "from its beginning (no checkpoint was due yet: --save-every says how often)"
+        path, _, manifest, _ = found
+        learning = manifest["trainer"]["learning"]
+        epochs = learning["epoch"] if learning else 0
+        return f"after {manifest['trainer']['at']} tasks and {epochs} epochs ({path.name})"
+    except (NessError, OSError, KeyError, TypeError) as error:
+        return f"whose checkpoint is not readable ({error})"
 
 
 class Display(Protocol):
@@ -57,19 +104,27 @@ class Display(Protocol):
         """One line."""
         ...
 
+    def warn(self, text: str) -> None:
+        """One line that is also said where nothing else is."""
+        ...
+
 
 @contextmanager
 def display(quiet: bool, runs: int) -> Iterator[Display]:
-    """The bar where standard error is a terminal and `quiet` is off, plain lines otherwise; warnings are one line."""
+    """A bar where standard error is a terminal, else plain lines; warnings alone if `quiet`. Each is one line."""
     live = Console(stderr=True)
-    shown: Lines | Bar
+    shown: Lines | Bar | Quiet
     with warnings.catch_warnings():
-        if live.is_terminal and not quiet:
+        if quiet:
+            shown = Quiet(sys.stderr)
+            _redirect_warnings(shown)
+            yield shown
+        elif live.is_terminal:
             with Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(bar_width=8),  # the whole line fits into 80 columns
-                TextColumn("{task.fields[now]}"),
-                TextColumn("{task.fields[left]}"),
+                TextColumn("{task.fields[now]}", markup=False),
+                TextColumn("{task.fields[left]}", markup=False),
                 console=live,
                 transient=True,
             ) as progress:
@@ -95,7 +150,7 @@ def _redirect_warnings(shown: Display) -> None:
         line: str | None = None,
     ) -> None:
         if issubclass(category, NessWarning):
-            shown.say(f"warning: {message}")
+            shown.warn(f"warning: {message}")
         else:
             plain(message, category, filename, lineno, file, line)
 
@@ -133,13 +188,39 @@ class Lines:
             elif event.kind == "resumed":
                 self.say(f"{head}: goes on after {event.facts['tasks']} tasks and {event.facts['epoch']} epochs")
             elif event.kind == "remark":
-                self.say(f"{head}: {event.facts['text']}")
+                self.warn(f"{head}: {event.facts['text']}")
 
         return hear
 
     def say(self, text: str) -> None:
         """Writes a line."""
-        self.out.write(text + "\n")
+        self.out.write(printable(text) + "\n")
+        self.out.flush()
+
+    warn = say
+
+
+class Quiet:
+    """Warnings alone: what a run remarks, and whom it has to wait for nobody hears."""
+
+    def __init__(self, out: TextIO) -> None:
+        self.out = out
+
+    def listener(self, job: Job, seed: int) -> Listener:
+        """Writes the run's remarks."""
+
+        def hear(event: Event) -> None:
+            if event.kind == "remark":
+                self.warn(f"{job.title} on {job.benchmark.name}, seed {seed}: {event.facts['text']}")
+
+        return hear
+
+    def say(self, text: str) -> None:
+        """Nothing."""
+
+    def warn(self, text: str) -> None:
+        """Writes a line."""
+        self.out.write(printable(text) + "\n")
         self.out.flush()
 
 
@@ -152,7 +233,7 @@ class Bar:
     def listener(self, job: Job, seed: int) -> Listener:
         """A bar that comes with the run's first event and goes with its last."""
         self.number += 1
-        head = f"[{self.number}/{self.runs}] {job.title} seed {seed}"
+        head = printable(f"[{self.number}/{self.runs}] {job.title} seed {seed}")
         epochs, began, first = job.settings.epochs, 0.0, 0.0
         tasks = lessons = 1
         bar: TaskID | None = None
@@ -161,7 +242,7 @@ class Bar:
             nonlocal tasks, lessons, first, began, bar
             facts = event.facts
             if event.kind == "remark":
-                self.say(facts["text"])
+                self.warn(facts["text"])
                 return
             if bar is None:
                 bar, began = self.progress.add_task(head, total=1.0, now="", left=""), time.monotonic()
@@ -188,7 +269,9 @@ class Bar:
 
     def say(self, text: str) -> None:
         """Writes a line above the bar."""
-        self.progress.console.print(text, markup=False, highlight=False)
+        self.progress.console.print(printable(text), markup=False, highlight=False)
+
+    warn = say
 
 
 def time_left(seconds: float, done: float, remaining: float) -> str:

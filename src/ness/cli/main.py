@@ -1,11 +1,15 @@
 """The command line: `ness run | table | tune | report | watch | list | data | study`, and what a mistake looks like."""
 
+import contextlib
+import io
+import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
 
+from ness._files import reason
 from ness._version import __version__
-from ness.errors import NessError
+from ness.errors import NessError, printable
 
 USAGE = """usage: ness COMMAND [OPTIONS]
 
@@ -20,7 +24,7 @@ Continual learning without forgetting: train task after task, and see what was k
   data     the data sets                             ness data list | get | check
   study    adapt a language model in many ways       ness study PLAN --out results/language
 
-`ness COMMAND --help` says more. Exit codes: 0 done, 2 wrong use, 1 failed.
+`ness COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C.
 """
 
 # command -> the module whose `main(argv) -> int` carries it out, imported when it is needed
@@ -43,20 +47,36 @@ class WrongUse(NessError):
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command and returns its exit code; a user's mistake is one line, never a traceback."""
     arguments = list(sys.argv[1:] if argv is None else argv)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # a name that the terminal cannot show is no failure
     try:
-        return dispatch(arguments)
+        code = dispatch(arguments)
+        sys.stdout.flush()
+        return code
     except WrongUse as error:
         return _fail(str(error), 2)
     except NessError as error:
         return _fail(str(error), 1)
-    except KeyboardInterrupt:
-        every = "--save-every says how often: by default 30 s, on a GPU 120"
-        return _fail(f"interrupted; the same command goes on from the last checkpoint, if one was written ({every})", 1)
+    except KeyboardInterrupt as stop:
+        return _fail(f"interrupted{f'; {stop}' if str(stop) else ''}", 130)
     except SystemExit as exit:  # the argument parser's own: 0 after --help, 2 after a mistake
         return exit.code if isinstance(exit.code, int) else 1
     except BrokenPipeError:  # the reader of a pipe left, e.g. `| head`
-        sys.stderr.close()
+        _forget_output()
         return 1
+    except (OSError, MemoryError, RecursionError) as error:
+        name = getattr(error, "filename", None)
+        _forget_output()
+        return _fail(f"{f'{name}: ' if name else ''}{reason(error)}", 1)
+
+
+def _forget_output() -> None:
+    """What is not written yet cannot be: without this the interpreter would try again, and complain, when it ends."""
+    with contextlib.suppress(OSError, ValueError):
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, sys.stdout.fileno())
+        os.close(null)
 
 
 def dispatch(arguments: list[str]) -> int:
@@ -90,5 +110,6 @@ def command(name: str) -> Callable[[list[str]], int]:
 
 
 def _fail(message: str, code: int) -> int:
-    sys.stderr.write(f"ness: {message}\n")
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"ness: {printable(message)}\n")
     return code

@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from ness.errors import printable
 from ness.report import write
 from ness.report.collect import collect
 
@@ -37,12 +38,13 @@ def main(argv: list[str]) -> int:
     )
     found = collect(own.runs)
     for problem in found.problems:
-        sys.stderr.write(f"ness: left out: {problem}\n")
+        sys.stderr.write(f"ness: left out: {problem}\n")  # printable already
     folder = own.out or (own.runs[0] / "report" if len(own.runs) == 1 else Path("report"))
     count = 0
     for path in write.write(found, folder, own.each_run):
-        sys.stdout.write(f"{path}\n")
+        sys.stdout.write(f"{printable(str(path))}\n")
         sys.stdout.flush()
         count += 1
-    sys.stderr.write(f"the report is in {folder} ({count} files): open {folder / 'report.html'}\n")
+    shown = printable(str(folder))
+    sys.stderr.write(f"the report is in {shown} ({count} files): open {shown}/report.html\n")
     return 0

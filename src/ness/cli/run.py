@@ -4,7 +4,7 @@ import sys
 from dataclasses import dataclass
 
 from ness.cli.arguments import Common, parse
-from ness.cli.display import CommandClock, display, records_of
+from ness.cli.display import CommandClock, display, records_of, stoppable, tell
 from ness.cli.main import WrongUse
 from ness.errors import NessError
 from ness.lab.runs.jobs import resolve
@@ -40,17 +40,23 @@ def main(argv: list[str]) -> int:
         loggers = named(own.log)
     except NessError as error:
         raise WrongUse(str(error)) from error
-    with display(own.quiet, len(own.seeds)) as shown, logged(loggers, own.out, shown.listener) as listener:
-        grid = run_all([(job, seed) for seed in own.seeds], own.options(), listener, shown.say)
+    work = [(job, seed) for seed in own.seeds]
+    with (
+        stoppable(work, own.out),
+        display(own.quiet, len(work)) as shown,
+        logged(loggers, own.out, shown.listener) as listener,
+    ):
+        grid = run_all(work, own.options(), listener, shown.say)
     done = records_of(grid)
     for outcome in grid.outcomes:
         said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[
             outcome.how
         ]
-        sys.stderr.write(f"{outcome.folder}: {said}\n")
+        if not own.quiet:
+            tell(f"{outcome.folder}: {said}")
     for complaint in grid.complaints():
-        sys.stderr.write(f"ness: {complaint}\n")
-    clock.tell(grid, own.times)
+        tell(f"ness: {complaint}")
+    clock.tell(grid, own.times, own.quiet)
     if done:
         sys.stdout.write(text(rows(done)))
     return 1 if grid.complaints() else 0

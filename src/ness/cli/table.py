@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from ness.cli.arguments import Common, How, given, parse, parse_flags, peek
-from ness.cli.display import CommandClock, display, records_of
+from ness.cli.display import CommandClock, display, records_of, stoppable, tell
 from ness.cli.main import WrongUse
 from ness.errors import NessError
 from ness.lab import registry
@@ -100,7 +100,8 @@ def of_plan(argv: list[str]) -> int:
     """Runs each row of the plan with each seed."""
     own = parse_flags(argv, PlanArguments, ABOUT, "ness table")
     asked = experiment_of(own.plan, own.rows, own.seeds, own.fast)
-    sys.stderr.write(f"{asked.title or own.plan}: {len(asked.jobs)} rows, {len(asked.seeds)} seeds\n")
+    if not own.quiet:
+        tell(f"{asked.title or own.plan}: {len(asked.jobs)} rows, {len(asked.seeds)} seeds")
 
     def shown(done: Sequence[Record]) -> list[Row]:
         return [one.row for one in planned(asked, done) if one.runs]
@@ -131,12 +132,16 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
     clock = CommandClock()
     with wrong_use():
         loggers = named(own.log)
-    with display(own.quiet, len(work)) as screen, logged(loggers, own.out, screen.listener) as listener:
+    with (
+        stoppable(work, own.out),
+        display(own.quiet, len(work)) as screen,
+        logged(loggers, own.out, screen.listener) as listener,
+    ):
         grid = run_all(work, own.options(), listener, screen.say)
     done = records_of(grid)
     for complaint in grid.complaints():
-        sys.stderr.write(f"ness: {complaint}\n")
-    clock.tell(grid, own.times)
+        tell(f"ness: {complaint}")
+    clock.tell(grid, own.times, own.quiet)
     if done:
         sys.stdout.write(FORMATS[own.format](shown(done)))
     return 1 if grid.complaints() else 0
@@ -168,7 +173,7 @@ def refuse_settings(argv: Sequence[str]) -> None:
 def told(found: Found) -> Found:
     """The same, after standard error has heard what is not counted."""
     for problem in found.problems:
-        sys.stderr.write(f"ness: left out: {problem}\n")
+        tell(f"ness: left out: {problem}")
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ness._files import write_bytes
 from ness.cli.arguments import Common, Request, parse
-from ness.cli.display import CommandClock, display
+from ness.cli.display import CommandClock, display, stoppable, tell
 from ness.cli.main import WrongUse
 from ness.errors import NessError
 from ness.lab import registry
@@ -55,16 +55,16 @@ def main(argv: list[str]) -> int:
     except NessError as error:
         raise WrongUse(str(error)) from error
     work = [(job, seed) for _, job in jobs for seed in own.seeds]
-    with display(own.quiet, len(work)) as shown:
+    with stoppable(work, own.out), display(own.quiet, len(work)) as shown:
         options, say = own.options(), shown.say
         grid = run_all(work, options, lambda job, seed: naming(job, shown.listener(job, seed)), say)
-    clock.tell(grid, own.times)
+    clock.tell(grid, own.times, own.quiet)
     tried = finished(jobs, grid, own.seeds, own.out)
     for complaint in grid.complaints():
-        sys.stderr.write(f"ness: {complaint}\n")
+        tell(f"ness: {complaint}")
     for values, _ in jobs:
         if values not in [one.values for one in tried]:
-            sys.stderr.write(f"ness: left out, since not every seed came to its end: {shown_as(values)}\n")
+            tell(f"ness: left out, since not every seed came to its end: {shown_as(values)}")
     if grid.not_begun:
         return 1  # a choice among a part of the grid would look like one among all of it
     if not tried:
@@ -73,7 +73,8 @@ def main(argv: list[str]) -> int:
     sys.stdout.write(table(tried, chosen))
     path = own.write or own.out / f"{own.benchmark}-{own.method}.toml"
     write(path, request, chosen)
-    sys.stderr.write(f"the choice is in {path}; train with it: ness run --config {path}\n")
+    if not own.quiet:
+        tell(f"the choice is in {path}; train with it: ness run --config {path}")
     return 0
 
 
@@ -96,6 +97,8 @@ def naming(job: Job, hear: Listener) -> Listener:
 def trials_of(request: Request) -> list[tuple[dict[str, Any], Job]]:
     """(what is tried, the job) for every combination; the job never sees test data."""
     own = request.own
+    if own.least_bwt is not None and not -100 <= own.least_bwt <= 100:
+        raise NessError(f"--least-bwt {own.least_bwt:g}: expected percent, from -100 to 100")
     spec = registry.find("method", own.method, registry.all_methods())
     benchmark = registry.find("benchmark", own.benchmark, registry.all_benchmarks())
     most = benchmark.tasks or own.first_tasks  # streams of the user's own are counted when they are loaded

@@ -46,8 +46,8 @@ def main(argv: list[str]) -> int:
     own = tyro.cli(
         WatchArguments, args=argv, prog="ness watch", description=ABOUT, config=(tyro.conf.FlagCreatePairsOff,)
     )
-    if own.every <= 0:
-        raise WrongUse(f"--every is {own.every:g}, expected seconds above 0")
+    if not 0 < own.every <= 86400:
+        raise WrongUse(f"--every is {own.every:g}, expected seconds above 0, and no more than a day's")
     if not own.runs.is_dir():
         raise NessError(f"{own.runs} is no folder; expected the one that ness run or ness table writes to (--out)")
     watched = StatusMonitor(own.runs, is_result)

@@ -45,9 +45,9 @@ def discover(model: nn.Module, include: Sequence[str], exclude: Sequence[str]) -
             del layers[name]
             skipped[name] = "not in include"
     refuse_complex(layers)
-    _refuse_parts(layers, parameters, excluded)
     holders = holders_of(modules)
     layers, tied = join(layers, holders)
+    _refuse_parts(layers, parameters, excluded)
     refuse_named_ties(include, every, holders, layers, tied)
     skipped |= {name: tie.reason for name, tie in tied.items()}
     say_ties(skipped, modules, holders, tied)

@@ -61,7 +61,8 @@ class TransposedLinearLayer(LinearLayer):
     @classmethod
     def find(cls, name: str, module: nn.Module) -> list[Layer]:
         """A class called Conv1D with the attribute `nf`."""
-        found = type(module).__name__ == "Conv1D" and hasattr(module, "nf") and stores(module, "weight", "bias")
+        kind = getattr(module, "_ness_base", type(module))  # another guard may hold it constrained
+        found = kind.__name__ == "Conv1D" and hasattr(module, "nf") and stores(module, "weight", "bias")
         return [cls(name, module)] if found else []
 
     def to_matrix(self, weight: Tensor) -> Tensor:

@@ -50,9 +50,13 @@ def _computes_norm(module: nn.Module) -> bool:
     values = {name: 0.5 + torch.rand(width, generator=generator, dtype=torch.float32, device="cpu") for name in own}
     x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32, device="cpu")
     x = x * torch.tensor(SCALES, device="cpu").unsqueeze(-1)
-    for rows in (x, x.flatten(0, 1)):
+    images = x.movedim(-1, 1).unsqueeze(-1)  # (2, width, 3, 1): channels first, as norms of images have them
+    for rows, of_images in ((x, False), (x.flatten(0, 1), False), (images, True)):
         found = _run(module, values, rows)
-        if found is not None and _is_normalised(found, rows, list(values.values())):
+        if found is None:
+            continue
+        there, given = (t.squeeze(-1).movedim(1, -1) if of_images else t for t in (found, rows))
+        if _is_normalised(there, given, list(values.values())):
             return True
     return False
 

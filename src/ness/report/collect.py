@@ -59,7 +59,8 @@ def _run_folders(paths: Iterable[Path]) -> Iterator[Path]:
     for path in paths:
         if not path.is_dir():
             raise NessError(f"{path} is no folder; expected one with finished runs: ness run writes them to runs/")
-        below = {file.parent for name in ("result.json", "config.json") for file in path.rglob(name)}
+        wanted = {"result.json", "config.json"}
+        below = {Path(place) for place, folders, files in os.walk(path) if wanted & {*folders, *files}}
         for folder in sorted(below):
             if folder.resolve() not in seen:
                 seen.add(folder.resolve())

@@ -148,7 +148,7 @@ class Recorder:
                 name = list(one.rows)[found.index(False)]
                 problem = (
                     f"layer {name!r}: NaN or Inf in its input ({one.where}); the statistics are those before it. "
-                    "Clean the data, or exclude the layer"
+                    "Clean the data, or leave the layer out with include=: it then stays frozen"
                 )
             if problem is not None:
                 for name, count in one.rows.items():

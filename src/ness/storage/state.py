@@ -17,11 +17,13 @@ from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
+from ness.storage.placing import check_accounted, check_weights, place
 from ness.tasks import Tasks
 from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
+from ness.updates.saving import as_it_runs, updates_in
 from ness.updates.update import Projector, Update
 from ness.verbs.remainder import Remainder
 from ness.verbs.transitions import enter
@@ -108,10 +110,19 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
         tensors |= {f"{at}/tau": constraint.tau, f"{at}/sigma": constraint.sigma, f"{at}/unscaled": constraint.unscaled}
         if constraint.update is not None:
             entry["constraint"] |= _pack_update(constraint.update, at, tensors)
+            entry["running"] = fingerprint(_as_state_dicts_have_it(layer))  # the weights that a state dict has now
+            tensors[f"{at}/base"] = layer.stored()
         if constraint.columns is not None:
             entry["constraint"]["own"] = constraint.columns.own
             tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
     return entry
+
+
+def _as_state_dicts_have_it(layer: Layer) -> Tensor:
+    """[W b] with the updates in training (groups, o, width), rounded to the dtype of the weights."""
+    with torch.no_grad():
+        values = as_it_runs(layer.module, updates_in(layer.module))
+        return layer.joint(values[layer.weight_name], None if layer.bias is None else values[str(layer.bias_name)])
 
 
 def _describe_relative(relative: Relative) -> dict[str, Any]:
@@ -164,6 +175,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
     from ness.guard import NullSpace
 
     try:
+        tensors, manifest = place(model, tensors, manifest)
         guard = NullSpace(
             model,
             rule=rule_from_dict(manifest["rule"]),
@@ -178,7 +190,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
         )
     except NessError as error:
         raise NessError(f"the saved guard is for another model: {error}") from error
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise NessError(f"the saved guard's manifest is damaged: {error!r}; save the guard again") from error
     unpack(guard, tensors, manifest)
     return guard
@@ -189,6 +201,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if guard.constrained:
         raise NessError("load_state: the guard is constrained; call merge() or discard() first")
     try:
+        check_accounted(tensors, manifest)
         protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
         task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
         norms = {name: _norms(tensors, f"norms/{number}/") for number, name in enumerate(task_names)}
@@ -221,6 +234,9 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if phase == "constrained":
         live = _norms(tensors, "norms/live/")
         writes = norm_swaps(guard._found.norms, live) if live else []
+        for name, entry in manifest["layers"].items():
+            base = _base(protected[name], entry, tensors)
+            writes += [] if base is None else protected[name].swaps(base)
         enter(guard, states, known, form, writes, {"_idle": idle, "_remainder": remainder, "_unmasked": unmasked})
         return
     fields = {"_protected": states, "_tasks": known, "_form": form, "_idle": idle, "_remainder": remainder}
@@ -235,22 +251,23 @@ def _norms(tensors: Mapping[str, Tensor], prefix: str) -> NormValues:
 def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> LayerState:
     layer = guard._found.layers.get(name)
     if layer is None:
-        raise NessError(f"the saved guard is for another model: it protects {name!r}, which this model does not have")
+        raise NessError(
+            f"the saved guard is for another model: it protects {name!r}, which this model has neither "
+            "under this name nor under one with a prefix"
+        )
     protected = LayerState(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
-    if entry["weights"] != fingerprint(layer.stored()):
-        raise NessError(
-            f"the model changed between save and load: the weights of layer {name!r} are not those it was saved with. "
-            "Load the model's state dict of that moment first"
-        )
     at, device = f"layers/{name}", protected.anchor.device
+    anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape)
+    if entry["weights"] != fingerprint(layer.stored()) and _base(protected, entry, tensors) is None:
+        check_weights(layer, entry, anchor, held="constraint" in entry or f"{at}/shared" in tensors)
     protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
     if entry["pending"] is not None:
         protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
     protected.relative = _relative(protected, tensors, at, entry.get("relative"))
-    protected.anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape).to(device, layer.weight.dtype)
+    protected.anchor = anchor.to(device, copy=True)  # in the dtype it had: drift counts from the weights observed
     protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
     protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
     if "directions" in entry:
@@ -267,6 +284,17 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
     return protected
+
+
+def _base(protected: LayerState, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Tensor | None:
+    """[W b] under the update, where the model holds the state dict of a constrained one: W + ΔW."""
+    layer = protected.layer
+    if entry.get("running") != fingerprint(layer.stored()):
+        return None
+    base = _tensor(tensors, f"layers/{layer.name}/base", layer.stored().shape)
+    if fingerprint(base) != entry["weights"]:
+        raise NessError(f"the saved guard is damaged: the base of layer {layer.name!r} is another one; save it again")
+    return base
 
 
 def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[int, ...]) -> Tensor:

@@ -67,9 +67,16 @@ class Constraint:
         assert self.update is not None
         if self.columns is None:
             return self.update.running()
+        return self.update.layer.stored().to(torch.float64) + self.change()
+
+    def change(self) -> Tensor:
+        """[ΔW Δb] of the shared columns (groups, o, width) in float64, not rounded to the dtype of the weights."""
+        assert self.update is not None
         with torch.no_grad():
+            if self.columns is None:
+                return self.update.delta().to(torch.float64)
             basis = self.update.columns()[..., : self.update.shared].to(torch.float64)
-        return self.update.layer.stored().to(torch.float64) + self.coefficients()[0] @ basis.mT
+            return self.coefficients()[0] @ basis.mT
 
     @torch.no_grad()
     def factors(self, share: float = 1.0) -> Factors | None:
@@ -107,3 +114,4 @@ class Figures:
     tau: float = 0.0
     update_norm: float = 0.0
     shrunk: float = 1.0  # the share of the update that was merged
+    rounded: float = 0.0  # the share of that which rounding to half precision took away

@@ -1,14 +1,13 @@
 """Puts updates into modules and takes them out again.
 
 While a module is constrained its class is a subclass of its own class, in which `module.weight` reads W + ΔW and
-`forward` runs the cheapest form. Its `_parameters` still hold W under the old name and in the old order, so state dicts
-do not change; the trained parameter stands beside them, so that `model.parameters()` and DDP see it. Taking the update
-out puts the class back.
+`forward` runs the cheapest form. Its `_parameters` still hold W under the old name and in the old order; the trained
+parameter stands beside them, so that `model.parameters()` and DDP see it. What state dicts hold is said in
+`ness.updates.saving`. Taking the update out puts the class back.
 """
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from functools import cache
 from typing import Any, ClassVar
@@ -16,36 +15,48 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from ness.errors import NessWarning
+from ness.updates import saving
+from ness.updates.saving import PREFIX, UPDATES
 from ness.updates.update import Update
 
-UPDATES = "_ness_updates"  # module.__dict__ key: the updates of this module
-PREFIX = "ness_"  # name of a trained parameter inside its module: "ness_weight"
+__all__ = ["PREFIX", "UPDATES", "freeze_norm", "install", "is_constrained", "unfreeze_norm", "uninstall"]
 
 
 class _Constrained(nn.Module):
     """Mixed into a module's class while it is constrained."""
 
+    _ness_base: ClassVar[type[nn.Module]]  # the module's own class
     _ness_made_of: ClassVar[tuple[type[nn.Module], frozenset[str], bool, str]]  # what `_constrained_class` was given
 
     def _ness_held(self) -> dict[str, nn.Parameter | None]:
         return {name: self._parameters.pop(name) for name in list(self._parameters) if name.startswith(PREFIX)}
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
-        held = self._ness_held()
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        self._parameters.update(held)
+        saving.write(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        warnings.warn(
-            "load_state_dict into a constrained model: a state dict holds the weights without the updates, so those "
-            "that are trained now stay; put copies of guard.parameters() back instead, or use guard.load_state",
-            NessWarning,
-            stacklevel=2,
-        )
-        held = self._ness_held()
-        super()._load_from_state_dict(*args, **kwargs)
-        self._parameters.update(held)
+        saving.load(self, super()._load_from_state_dict, *args, **kwargs)
+
+    @property
+    def ness_about(self) -> Tensor:
+        """What a state dict has beside the updates, for code that looks up every key as an attribute."""
+        return saving.encode(saving.about(self))
+
+    def _ness_ranks(self) -> str:
+        updates = saving.updates_in(self)
+        figures = {"rank": [u.rank for u in updates], "private": [u.private for u in updates if u.private]}
+        return ", ".join(f"{key}={tuple(n) if len(n) > 1 else n[0]}" for key, n in figures.items() if n)
+
+    def extra_repr(self) -> str:
+        """What the module's own class says, and the rank: for attention those of q, k and v."""
+        return ", ".join(part for part in (super().extra_repr(), self._ness_ranks()) if part)
+
+    def __repr__(self) -> str:
+        text, base = super().__repr__(), self._ness_base
+        if base.__repr__ is nn.Module.__repr__ or not text.endswith(")"):
+            return text
+        return f"{type(self).__name__}{text.removeprefix(base.__name__)[:-1]}, {self._ness_ranks()})"
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         held = self._ness_held()
@@ -62,6 +73,8 @@ class _Constrained(nn.Module):
 class _FrozenNorm(nn.Module):
     """Mixed into a norm's class while it is frozen: normalises with the stored statistics, updates nothing."""
 
+    _ness_base: ClassVar[type[nn.Module]]  # the norm's own class
+
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
         mode = self.training
         self.training = False
@@ -72,7 +85,7 @@ class _FrozenNorm(nn.Module):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return _new_frozen_norm, (type(self).__mro__[2],), dict(self.__dict__)
+        return _new_frozen_norm, (type(self)._ness_base,), dict(self.__dict__)
 
 
 def _reader(name: str) -> property:
@@ -109,15 +122,15 @@ def _forward_of_conv1d(self: nn.Module, x: Tensor) -> Tensor:
 @cache
 def _constrained_class(base: type[nn.Module], names: frozenset[str], runs: bool, argument: str) -> type[nn.Module]:
     namespace: dict[str, Any] = {name: _reader(name) for name in names}
-    namespace["_ness_made_of"] = base, names, runs, argument
+    namespace |= {"_ness_base": base, "_ness_made_of": (base, names, runs, argument)}
     if runs:
         namespace["forward"] = _forward_of_conv1d if argument == "x" else _forward_of_linear
-    return type(base.__name__, (_Constrained, base), {"__module__": base.__module__, **namespace})
+    return type(f"Constrained{base.__name__}", (_Constrained, base), {"__module__": base.__module__, **namespace})
 
 
 @cache
 def _frozen_norm_class(base: type[nn.Module]) -> type[nn.Module]:
-    return type(base.__name__, (_FrozenNorm, base), {"__module__": base.__module__})
+    return type(f"Frozen{base.__name__}", (_FrozenNorm, base), {"__module__": base.__module__, "_ness_base": base})
 
 
 def _new_constrained(base: type[nn.Module], names: frozenset[str], runs: bool, argument: str) -> nn.Module:
@@ -150,10 +163,7 @@ def install(updates: list[Update]) -> None:
         argument = "x" if own[0].layer.kind == "transformers.Conv1D" else "input"
         module.__dict__[UPDATES] = own
         module.__class__ = _constrained_class(type(module), present, runs, argument)  # type: ignore[arg-type]
-        for update in own:
-            part = "" if update.layer.weight_part is None else f"_{update.layer.name[-1]}"
-            for ending, parameter in update.trained().items():
-                module._parameters[f"{PREFIX}{update.layer.weight_name}{part}{ending}"] = parameter
+        module._parameters.update(saving.trained_in(module))
 
 
 def uninstall(updates: list[Update]) -> None:
@@ -162,7 +172,7 @@ def uninstall(updates: list[Update]) -> None:
         for name in [name for name in module._parameters if name.startswith(PREFIX)]:
             del module._parameters[name]
         del module.__dict__[UPDATES]
-        module.__class__ = type(module).__mro__[2]  # (the subclass, _Constrained, the module's own class, …)
+        module.__class__ = type(module)._ness_base  # type: ignore[attr-defined]
 
 
 def freeze_norm(module: nn.Module) -> None:
@@ -172,7 +182,7 @@ def freeze_norm(module: nn.Module) -> None:
 
 def unfreeze_norm(module: nn.Module) -> None:
     """Undo `freeze_norm`."""
-    module.__class__ = type(module).__mro__[2]
+    module.__class__ = type(module)._ness_base  # type: ignore[attr-defined]
 
 
 def stored_statistics(module: nn.Module) -> bool:

@@ -333,6 +333,15 @@ class LayerState:
         self.relative.travel = rule.expect(self.relative.travel, measured)
         return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
 
+    def _rounded_away(self, share: float) -> float:
+        """‖fl(W + ΔW) − (W + ΔW)‖ / ‖ΔW‖ where weights are of half precision, for that share of the update."""
+        dtype = self.layer.weight.dtype
+        if dtype.itemsize >= 4 or self.constraint is None:
+            return 0.0
+        base, change = self.layer.stored().to(torch.float64), self.constraint.change() * share
+        length = float(change.norm())
+        return float(((base + change).to(dtype).to(torch.float64) - base - change).norm()) / length if length else 0.0
+
     def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
         """Book the shared weights as trained, shrunk to a relative rule's limit: bounds add up.
 
@@ -346,7 +355,8 @@ class LayerState:
             assert self.constraint is not None
             self.factors = self.constraint.factors(share)
             self.shared = weights.to(self.layer.weight.device, self.layer.weight.dtype)
-            self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share)
+            lost = self._rounded_away(share)
+            self.last = replace(self.last, update_norm=self.last.update_norm * share, shrunk=share, rounded=lost)
             bounds = bounds * share
         self.spent = self.spent + bounds
         self.merges += 1

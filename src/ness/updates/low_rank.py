@@ -69,6 +69,11 @@ class LowRankUpdate(Update):
         """r, the columns that all tasks will share."""
         return self.down.shape[-2]
 
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.shared
+
     def trained(self) -> dict[str, nn.Parameter]:
         """A and B."""
         return {"": self.parameter, DOWN: self.down}

@@ -1,37 +1,75 @@
-"""Refusing optimizers under which `form="sgd"` would break its promise."""
+"""Watches the steps of optimizers while a model is constrained: which of them train the updates, and which may."""
 
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
 
-from ness.errors import NessError
-from ness.updates.update import Update
+from ness.errors import NessError, warn
+from ness.layers.names import listed
+from ness.updates.update import Form, Update
 
 
-def refuse_other_optimizers(updates: list[Update]) -> RemovableHandle:
-    """Raise on the first step of any optimizer but `torch.optim.SGD` that holds one of the increments.
+class OptimizerWatch:
+    """A hook that torch runs before every optimizer's step, from `constrain` until `remove` or the model's end.
 
-    SGD, momentum, Nesterov and decay add multiples of projected gradients, which stay in the free space. Adam and its
-    kin rescale every entry, which leaves it.
+    An optimizer that holds parameters of the model and none of the updates is warned of once: it was made before
+    `constrain`, as that of a Trainer which is used for a second task, and trains heads at most.
+
+    With `form="sgd"` any optimizer but `torch.optim.SGD` that holds an increment is refused at every step: SGD,
+    momentum, Nesterov and decay add multiples of projected gradients, which stay in the free space; Adam and its kin
+    rescale every entry, which leaves it.
     """
-    mine = {id(update.parameter): weakref.ref(update.parameter) for update in updates}
 
-    def is_mine(parameter: torch.Tensor) -> bool:
-        known = mine.get(id(parameter))
-        return known is not None and known() is parameter
+    def __init__(self, model: nn.Module, updates: Sequence[Update], form: Form) -> None:
+        held = {id(p): (u.layer.name, weakref.ref(p)) for u in updates for p in u.trained().values()}
+        self._updates, self._model, self._form = held, weakref.ref(model), form
+        self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handle = register_optimizer_step_pre_hook(self._before_step)
+        self._end = weakref.finalize(model, self._handle.remove)
+        self._end.atexit = False
 
-    def check(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if type(optimizer) is torch.optim.SGD:
+    def remove(self) -> None:
+        """Take the hook out of torch; a second time does nothing."""
+        self._handle.remove()
+        self._end.detach()
+
+    def _trains(self, parameter: torch.Tensor) -> bool:
+        known = self._updates.get(id(parameter))
+        return known is not None and known[1]() is parameter
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        refused = self._form == "sgd" and type(optimizer) is not torch.optim.SGD
+        held = sum(len(group["params"]) for group in optimizer.param_groups)
+        if self._seen.get(optimizer) == held and not refused:
             return
-        if any(is_mine(parameter) for group in optimizer.param_groups for parameter in group["params"]):
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        trains = any(self._trains(parameter) for parameter in parameters)
+        if trains and refused:
             raise NessError(
                 f"constrain(form='sgd') is exact for torch.optim.SGD alone; found {type(optimizer).__name__}, which "
                 "would leave the free space. Use constrain(form='any')"
             )
+        known = self._seen.get(optimizer) == held
+        self._seen[optimizer] = held
+        if not trains and not known:
+            self._warn(optimizer, parameters)
 
-    return register_optimizer_step_pre_hook(check)
+    def _warn(self, optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
+        model = self._model()
+        if model is None or not self._updates:
+            return
+        by_id = {id(value): name for name, value in model.named_parameters()}
+        names = [by_id[id(parameter)] for parameter in parameters if id(parameter) in by_id]
+        if names:
+            layers = list(dict.fromkeys(layer for layer, _ in self._updates.values()))
+            warn(
+                f"this {type(optimizer).__name__} holds {listed(names)} of a model that is constrained, and none of "
+                f"the guard's updates, so that it does not train {listed(layers)}. Make the optimizer "
+                "after constrain(), of guard.parameters(); a Trainer keeps its old one: make a new Trainer"
+            )

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from ness._precision import full_precision
 from ness.layers import Layer, LinearLayer
+from ness.updates.saving import Passing
 
 Form = Literal["any", "sgd"]
 Way = Literal["factored", "weight", "rows", "gradient"]
@@ -143,11 +144,17 @@ class Update:
         self.parameter = nn.Parameter(basis.new_zeros(layer.groups, layer.outputs, columns))
         self.sizes: Tensor | None = None  # σ_i s_i, (groups, r): what a unit of A's column i moves all rows by
         self.limit: Tensor | None = None  # largest allowed ‖X ΔWᵀ‖_F, ()
+        self.passing = Passing()
 
     @property
     def shared(self) -> int:
         """r, the columns that all tasks will share."""
         return self.basis.shape[-1] - self.private
+
+    @property
+    def rank(self) -> int:
+        """How many free directions it has, all groups together: columns that only pad a group are 0."""
+        return int((self.basis[..., : self.shared] != 0).any(dim=-2).sum())
 
     def trained(self) -> dict[str, nn.Parameter]:
         """What is trained, by what its name in the module ends with."""

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 
 from ness._precision import ordinarily
 from ness.updates.install import UPDATES
+from ness.updates.optimizers import OptimizerWatch
+from ness.updates.saving import arrange_checks
 from ness.verbs.remainder import Swap, write_all
 
 if TYPE_CHECKING:
@@ -69,25 +70,25 @@ class Change:
     Args:
         guard: the guard.
         writes: tensors of the model, each with its new value.
-        arrange: rearranges the model's modules; returns the handle of a hook to be kept as `_watch_optimizers`.
+        arrange: rearranges the model's modules; returns the watch to be kept as `_watch_optimizers`.
         after: the guard's new fields; `_protected` is always among them. None: the change is for a while only.
         modules: modules that are touched besides the model's own.
-        retired: handles of hooks that go once the change has happened.
+        retired: watches that go once the change has happened.
     """
 
     def __init__(
         self,
         guard: NullSpace,
         writes: Sequence[Swap],
-        arrange: Callable[[], RemovableHandle | None],
+        arrange: Callable[[], OptimizerWatch | None],
         after: Mapping[str, Any] | None,
         modules: Iterable[nn.Module] = (),
-        retired: Sequence[RemovableHandle] = (),
+        retired: Sequence[OptimizerWatch] = (),
     ) -> None:
         self.guard, self.writes, self.arrange = guard, writes, arrange
         self.thread = threading.current_thread()
         self.after = None if after is None else {**after, "_unfinished": None}
-        self.retired, self.arrived = list(retired), list[RemovableHandle | None]()
+        self.retired, self.arrived = list(retired), list[OptimizerWatch | None]()
         self.before = Snapshot((*guard.model.modules(), *modules), (tensor for tensor, _ in writes))
 
     @property
@@ -114,6 +115,7 @@ class Change:
         happened = self.happened
         if not happened:
             self.before.restore()
+            arrange_checks(self.guard.model)
         for handle in self.retired if happened else self.arrived:
             if handle is not None:
                 handle.remove()
@@ -123,10 +125,10 @@ class Change:
 def carry_out(
     guard: NullSpace,
     writes: Sequence[Swap],
-    arrange: Callable[[], RemovableHandle | None],
+    arrange: Callable[[], OptimizerWatch | None],
     after: Mapping[str, Any],
     modules: Iterable[nn.Module] = (),
-    retired: Sequence[RemovableHandle] = (),
+    retired: Sequence[OptimizerWatch] = (),
 ) -> None:
     """Make a `Change` of these and apply it; Ctrl-C waits until it is done."""
     uninterrupted(Change(guard, writes, arrange, after, modules, retired).apply)

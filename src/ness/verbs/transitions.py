@@ -11,15 +11,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
-from ness.errors import NessError
+from ness.errors import NessError, warn
+from ness.layers.names import listed
 from ness.layers.norms import affine_parameters, norm_swaps, read_norms
 from ness.tasks import Tasks
 from ness.updates.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
 from ness.updates.layer_state import LayerState, Swap
-from ness.updates.optimizers import refuse_other_optimizers
+from ness.updates.optimizers import OptimizerWatch
 from ness.updates.private import PrivatePart
+from ness.updates.saving import arrange_checks
 from ness.updates.update import Form, Update
 from ness.verbs.changes import carry_out
 from ness.verbs.observing import refuse_observed
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from ness.guard import NullSpace
 
 States = dict[str, LayerState]
+ROUNDED = 0.05  # the share of an update that a half-precision merge may round away unsaid
 
 
 def updates_of(guard: NullSpace) -> list[Update]:
@@ -66,7 +68,7 @@ def enter(
     carry_out(guard, writes, partial(_constrained, guard, updates, form), {**others, **fields}, modules)
 
 
-def _constrained(guard: NullSpace, updates: list[Update], form: Form) -> RemovableHandle | None:
+def _constrained(guard: NullSpace, updates: list[Update], form: Form) -> OptimizerWatch:
     for name, parameter in guard.model.named_parameters(remove_duplicate=False):
         if name not in guard._found.excluded:
             parameter.requires_grad_(False)
@@ -79,7 +81,8 @@ def _constrained(guard: NullSpace, updates: list[Update], form: Form) -> Removab
             if stored_statistics(module):
                 freeze_norm(module)
     install(updates)
-    return refuse_other_optimizers(updates) if form == "sgd" else None
+    arrange_checks(guard.model)
+    return OptimizerWatch(guard.model, updates, form)
 
 
 def leave(guard: NullSpace, states: States, tasks: Tasks, phase: str, writes: list[Swap]) -> None:
@@ -93,6 +96,7 @@ def leave(guard: NullSpace, states: States, tasks: Tasks, phase: str, writes: li
 
 def _ordinary(guard: NullSpace, updates: list[Update]) -> None:
     uninstall(updates)
+    arrange_checks(guard.model)
     for module in guard._found.norms.values():
         if is_constrained(module):
             unfreeze_norm(module)
@@ -128,6 +132,20 @@ def merge(guard: NullSpace) -> None:
     tasks = guard._tasks.copy()
     tasks.finish(read_norms(guard._found.norms) if guard.norm == "per_task" else {}, parts)
     leave(guard, states, tasks, "merged", writes)
+    _warn_of_rounding({name: states[name] for name in merged})
+
+
+def _warn_of_rounding(states: Mapping[str, LayerState]) -> None:
+    lost = {name: state for name, state in states.items() if state.last.rounded > ROUNDED}
+    if lost:
+        layers = listed([f"{state.last.rounded:.0%} of the update of {name!r}" for name, state in lost.items()])
+        kind = str(next(iter(lost.values())).layer.weight.dtype).removeprefix("torch.")
+        warn(
+            f"merge: rounding to {kind} took away {layers}: what was trained is finer than what these weights can "
+            "hold. They are merged like that. To keep all of an update call model.float() before merge(), or merge a "
+            "float32 copy: twin, guard_of_twin = copy.deepcopy((model, guard)); or keep these layers in float32 and "
+            "train under autocast"
+        )
 
 
 def discard(guard: NullSpace) -> None:

@@ -134,8 +134,8 @@ class NessPlus(Method):
         self.guard.load_state({name: value for name, value in tensors.items() if not name.startswith(SHARED)}, manifest)
 
     def _shared_weights(self) -> dict[str, Tensor]:
-        prefixes = tuple(f"{layer}." for layer in self.guard.layers)
-        return {name: value for name, value in self.model.state_dict().items() if name.startswith(prefixes)}
+        weights = {f"{layer}.{kind}" for layer in self.guard.layers for kind in ("weight", "bias")}
+        return {name: value.detach() for name, value in self.model.named_parameters() if name in weights}
 
 
 def _name(task: int) -> str:

@@ -1,7 +1,6 @@
 """A table's rows from a file (`ness table --plan`): read, and checked as a whole before anything runs."""
 
 import dataclasses
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.runs.jobs import Job, resolve, settings_type
-from ness.lab.runs.settings import nearest
+from ness.lab.runs.settings import nearest, read_toml
 from ness.lab.training import seeds
 
 TOP = ("title", "benchmark", "seeds", "row")
@@ -42,14 +41,9 @@ class Experiment:
 def read(path: Path, fast: bool = False) -> Experiment:
     """The experiment in a TOML file; every row is resolved, or the file is refused with the row that is wrong."""
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else error
-        raise NessError(
-            f"{path}: cannot be read ({reason}); expected a TOML file of [[row]] tables, e.g. one of experiments/"
-        ) from error
-    except tomllib.TOMLDecodeError as error:
-        raise NessError(f"{path}: is not TOML ({error})") from error
+        values = read_toml(path)
+    except NessError as error:
+        raise NessError(f"{error}; expected a TOML file of [[row]] tables, e.g. one of experiments/") from error
     return experiment(values, str(path), fast)
 
 
@@ -79,13 +73,13 @@ def _called(row: Mapping[str, Any]) -> str:
 def _text(values: Mapping[str, Any], key: str, where: str) -> str:
     value = values.get(key, "")
     if not isinstance(value, str):
-        raise NessError(f"{where}: {key} is {value!r}, a {type(value).__name__}; expected text in quotes")
+        raise NessError(f"{where}: {key} is {value!r:.60}, a {type(value).__name__}; expected text in quotes")
     return value
 
 
 def _seeds(value: Any, where: str) -> tuple[int, ...]:
     if not isinstance(value, list) or not value or not all(type(seed) is int for seed in value):
-        raise NessError(f"{where}: seeds is {value!r}, expected a list of whole numbers, e.g. seeds = [1, 2, 3]")
+        raise NessError(f"{where}: seeds is {value!r:.60}, expected a list of whole numbers, e.g. seeds = [1, 2, 3]")
     try:
         return seeds.checked(value)
     except NessError as error:

@@ -122,7 +122,9 @@ class RunFolder:
         except NessError as error:
             if isinstance(error.__cause__, NotADirectoryError):
                 return None
-            raise NessError(f"{error}; the file cannot be read: repeat the run with --again") from error
+            unreachable = isinstance(error.__cause__, OSError)
+            then = "choose another --out" if unreachable else "it cannot be read: repeat the run with --again"
+            raise NessError(f"{error}; {then}") from error
 
     @contextlib.contextmanager
     def held(self) -> Iterator[None]:

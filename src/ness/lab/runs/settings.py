@@ -2,15 +2,20 @@
 
 import dataclasses
 import difflib
+import tomllib
 import types
 import typing
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
+from ness._files import read_bytes, reason
 from ness.errors import NessError
 
 Preset = Literal["fixed", "reference", "paper"]
+LARGEST = 1 << 24  # bytes of a TOML file
+DEPTH = 16  # tables and lists inside one another
 PRESETS: tuple[Preset, ...] = ("fixed", "reference", "paper")
 
 
@@ -144,27 +149,58 @@ def _as_declared(value: Any, hint: Any) -> Any:
     return float(value) if isinstance(value, int) and hint in (float, float | None) else value
 
 
+def read_toml(path: Path) -> dict[str, Any]:
+    """The values of a TOML file of ours or of a user's.
+
+    Raises:
+        NessError: there is no such file, it is no ordinary one, no TOML, or nested deeper than any settings.
+    """
+    try:
+        text = read_bytes(path, LARGEST).decode("utf-8")
+        values = tomllib.loads(text)
+    except FileNotFoundError as error:
+        raise NessError(f"{path}: cannot be read ({reason(error)})") from error
+    except UnicodeDecodeError as error:
+        raise NessError(f"{path}: cannot be read ({reason(error)})") from error
+    except RecursionError as error:
+        raise NessError(f"{path}: is not TOML of settings (nested too deep)") from error
+    except ValueError as error:  # TOMLDecodeError, and numbers of thousands of digits
+        raise NessError(f"{path}: is not TOML ({reason(error)})") from error
+    waiting = [(value, 1) for value in values.values()]
+    while waiting:
+        value, depth = waiting.pop()
+        if depth > DEPTH:
+            raise NessError(f"{path}: is not TOML of settings (nested too deep)")
+        inside = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+        waiting += [(one, depth + 1) for one in inside]
+        if isinstance(value, str) and "\0" in value:
+            raise NessError(f"{path}: found text with a zero in it, {value!r:.60}; no name and no path has one")
+    return values
+
+
 def check_type(name: str, value: Any, hint: Any, where: str) -> None:
     """Refuses a value that is not of the field's type; an int is a float."""
+    if type(value) is int and not -(2**63) <= value < 2**63:
+        raise NessError(f"{where}: {name} is a whole number of {len(f'{value:x}')} hexadecimal digits; too large")
     if isinstance(hint, types.UnionType):
         if not any(_fits(name, value, option) for option in typing.get_args(hint)):
-            raise NessError(f"{where}: {name} is {value!r}, a {type(value).__name__}; expected {hint}")
+            raise NessError(f"{where}: {name} is {value!r:.60}, a {type(value).__name__}; expected {hint}")
         return
     if typing.get_origin(hint) is Literal:
-        if value not in typing.get_args(hint):
+        if not isinstance(value, str | int) or value not in typing.get_args(hint):
             known = typing.get_args(hint)
-            guess = nearest(str(value), map(str, known))
-            raise NessError(f"{where}: {name} is {value!r}, expected one of {', '.join(map(str, known))}.{guess}")
+            guess = nearest(str(value)[:60], map(str, known))
+            raise NessError(f"{where}: {name} is {value!r:.60}, expected one of {', '.join(map(str, known))}.{guess}")
         return
     if typing.get_origin(hint) is tuple:
         if not isinstance(value, tuple):
-            raise NessError(f"{where}: {name} is {value!r}, expected a list")
+            raise NessError(f"{where}: {name} is {value!r:.60}, expected a list")
         for each in value:
             check_type(name, each, typing.get_args(hint)[0], where)
     elif isinstance(hint, type):
         fits = isinstance(value, int | float) if hint is float else isinstance(value, hint)
         if not fits or (isinstance(value, bool) and hint is not bool):
-            raise NessError(f"{where}: {name} is {value!r}, a {type(value).__name__}; expected {hint.__name__}")
+            raise NessError(f"{where}: {name} is {value!r:.60}, a {type(value).__name__}; expected {hint.__name__}")
 
 
 def _fits(name: str, value: Any, hint: Any) -> bool:

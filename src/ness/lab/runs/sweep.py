@@ -4,7 +4,6 @@ Processes that are given the same table share it: each takes runs that nobody ha
 """
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -15,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ness._files import reason
 from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.benchmarks.dataset_cache import Shelf
@@ -23,7 +23,7 @@ from ness.lab.gpu.scheduler import Run, allow_many_streams, lanes_for, side_by_s
 from ness.lab.runs import queue
 from ness.lab.runs.environment import choose_device, repeatable
 from ness.lab.runs.jobs import Job, resolve, settings_type
-from ness.lab.runs.run import Listener, Options, Outcome, folder_of, run
+from ness.lab.runs.run import Listener, Options, Outcome, check_options, folder_of, run
 from ness.lab.runs.run_folder import RunFolder, RunLocked
 from ness.lab.runs.settings import nearest
 
@@ -82,9 +82,7 @@ def run_all(
     `say` is told which device `auto` came to, and why. Runs whose turn comes after `options.stop_after` are not begun.
     Runs that another process has are waited for, and taken over should it be gone; with `again` they count as failed.
     """
-    for name, seconds in (("stop-after", options.stop_after), ("save-every", options.save_every)):
-        if seconds is not None and not 0 <= seconds < math.inf:
-            raise NessError(f"--{name} {seconds}: expected a number of seconds, 0 or more")
+    check_options(options)
     began, asked = time.monotonic(), list(work)
     allow_many_streams()
     need = devices.need_of([job.benchmark.network for job, _ in asked])
@@ -136,7 +134,8 @@ def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) ->
         raise
     except Exception as error:  # a method's own, say: it ends this run and no other
         place = RunFolder(folder).keep_traceback(error)
-        raise NessError(f"{type(error).__name__}: {error} (where it came from: {place})") from error
+        name = getattr(error, "filename", None) if isinstance(error, OSError) else type(error).__name__
+        raise NessError(f"{f'{name}: ' if name else ''}{reason(error)} (where it came from: {place})") from error
 
 
 def _wait_for_others(

@@ -1,0 +1,1 @@
+"""Repair: a fine-tune that has forgotten, mended in closed form from the Grams of old and of new inputs."""

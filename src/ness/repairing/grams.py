@@ -1,0 +1,254 @@
+"""Old and new inputs as mean Grams: passes through a shadow of the model, under the weights they belong to."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ness.errors import NessError, warn
+from ness.layers import Layer
+from ness.layers.names import listed
+from ness.repairing.algebra import Reshaper
+from ness.repairing.weights import Target
+from ness.statistics.gram import Gram
+from ness.statistics.moments import Moments
+from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of_batch
+from ness.statistics.recorder import Forward, Recorder, Watch, batches_of, call_model
+
+#: Called with the stage, how many batches of it are done, and how many there are (None where that is not known).
+Progress = Callable[[str, int, int | None], None]
+
+SAMPLE_BATCHES = 8  # batches of each kind that are kept until the end, for the figures from end to end
+SAMPLE_SIZE = 2048  # tokens, or samples, in them
+UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+class Source:
+    """Batches of one kind, "old" or "new": counted, fingerprinted, and a few of them kept for the report."""
+
+    def __init__(self, what: str, batches: Any, progress: Progress | None = None) -> None:
+        self.what, self.batches, self.progress = what, batches, progress
+        try:
+            self.iterable = batches_of(batches)
+        except NessError:
+            raise NessError(
+                f"repair({what}=...): found {type(batches).__name__}, expected batches: an iterable of tensors, of "
+                "(input, target) or of dicts, or one tensor"
+            ) from None
+        self.sample: list[Any] = []
+        self.passes = self.count = self.samples = self.digest = self._size = 0
+
+    @property
+    def once(self) -> bool:
+        """Whether there is one pass only: an iterator is used up after it."""
+        return isinstance(self.iterable, Iterator)
+
+    def __iter__(self) -> Iterator[Any]:
+        first, count, samples, digest = self.passes == 0, 0, 0, 0
+        total = len(self.iterable) if isinstance(self.iterable, Sized) else self.count or None
+        for batch in self.iterable:
+            if first:
+                self._keep(batch)
+                more, number = _digest(batch)
+                samples, digest = samples + more, (digest + number) % 2**128
+            yield batch
+            count += 1
+            if self.progress is not None:
+                self.progress(self.what, count, total)
+        if not count:
+            raise NessError(f"repair({self.what}=...): there was no batch; is a generator used up, or a loader empty?")
+        if first:
+            self.count, self.samples, self.digest = count, samples, digest
+        elif count != self.count:
+            raise NessError(
+                f"repair({self.what}=...): the first pass had {self.count} batches and a later one {count}; memory= "
+                "and passes= need the same batches in every pass"
+            )
+        self.passes += 1
+
+    def _keep(self, batch: Any) -> None:
+        size = _size(batch)
+        if not self.sample or (len(self.sample) < SAMPLE_BATCHES and self._size + size <= SAMPLE_SIZE):
+            self.sample.append(batch)
+            self._size += size
+
+
+class Rows:
+    """Passes through a model whose layers' input rows go to a recorder, padding left out."""
+
+    def __init__(self, model: nn.Module, recorder: Recorder, forward: Forward | None, mask: MaskOf | None) -> None:
+        self.model, self.recorder, self.forward, self.mask = model, recorder, forward, mask
+        check_mask_of(mask)
+
+    def watch(self, layers: Iterable[Layer], batches: Iterable[Any]) -> None:
+        """One pass for each batch."""
+        masking = self.recorder.masking = Masking(self.model)
+        watch = Watch(self.model, layers, self.recorder.record, masking)
+        try:
+            watch.open()
+            for index, batch in enumerate(batches):
+                self.recorder.drop()
+                masking.begin(masks_of_batch(batch, self.mask, self.model), fixed=self.mask is not None)
+                call_model(self.model, batch, self.forward)
+                self.recorder.end(f"batch {index}")
+            self.recorder.check_rows()
+        finally:
+            watch.close()
+        self.recorder.check()
+
+
+def observe(
+    model: nn.Module,
+    targets: Sequence[Target],
+    batches: Iterable[Any],
+    forward: Forward | None,
+    mask: MaskOf | None,
+    dtype: torch.dtype,
+    device: torch.device | str | None,
+) -> dict[str, Gram]:
+    """Grams of the targets' inputs by target name, under the weights that the model has now."""
+    books = {target.layer.name: _books(target.layer, device) for target in targets}
+    recorder = Recorder(books.__getitem__, dtype)
+    Rows(model, recorder, forward, mask).watch([target.layer for target in targets], batches)
+    if recorder.unmasked:
+        names = list(recorder.unmasked)
+        warn(f"repair: padding may count as rows in {listed(names)}: {recorder.unmasked[names[0]]}")
+    return {target.name: books[target.layer.name].gram for target in targets}
+
+
+def _books(layer: Layer, device: torch.device | str | None) -> Moments:
+    """A Gram of no rows, and none of the moments that only a guard needs."""
+    gram = Gram.zeros(layer.groups, layer.width, device or layer.weight.device)
+    none = torch.zeros((), dtype=torch.float64, device=gram.matrix.device)
+    return Moments(gram, none, none, none.clone())
+
+
+def reshaper_of(
+    target: Target, old: Gram, new: Gram | None, ridge: float, dtype: torch.dtype
+) -> tuple[Reshaper, Tensor]:
+    """The layer's reshaper, and the scale (width,) of its columns: the constant 1 of a bias counts as large as inputs.
+
+    Without a changed bias the inputs' own block of the Grams is used.
+    """
+    mean_old, mean_new = mean_gram(old), None if new is None else mean_gram(new).to(old.matrix.device)
+    width, fan_in = target.width, target.layer.fan_in
+    mean_old = mean_old[..., :width, :width]
+    mean_new = None if mean_new is None else mean_new[..., :width, :width]
+    scale = torch.ones(width, dtype=torch.float64, device=mean_old.device)
+    if width > fan_in:
+        every = [gram[..., :fan_in, :fan_in] for gram in (mean_old, mean_new) if gram is not None]
+        size = torch.stack([gram.diagonal(dim1=-2, dim2=-1).mean() for gram in every]).mean().sqrt()
+        scale[fan_in] = torch.where(size > 0, size, 1.0)
+    pair = scale[:, None] * scale
+    mean_new = None if mean_new is None else mean_new * pair
+    return Reshaper.of(mean_new, mean_old * pair, ridge, target.name, dtype), scale
+
+
+def mean_gram(gram: Gram) -> Tensor:
+    """C / n, 0 where there was no row."""
+    return gram.matrix / max(1, gram.count)
+
+
+def refuse_same_data(old: Any, new: Any) -> None:
+    """Old and new inputs that are the same (each a `Source`, or a folder) leave nothing to tell apart."""
+    same_folder = isinstance(old.batches, str) and old.batches == new.batches
+    seen = bool(old.count) and (old.samples, old.digest) == (new.samples, new.digest)
+    if old.batches is new.batches or same_folder or seen:
+        raise NessError(
+            "old and new are the same data, so what must stay and what must change cannot be told apart; pass as old "
+            "what the model must not forget, and as new what it was tuned on (or no new at all)"
+        )
+
+
+def parse_memory(memory: str | float | None) -> float | None:
+    """Bytes of "4GB", "512MiB" or a number.
+
+    >>> parse_memory("4GB"), parse_memory("1.5 MiB")
+    (4000000000.0, 1572864.0)
+    """
+    if memory is None:
+        return None
+    if isinstance(memory, str):
+        found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
+        try:
+            size = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
+        except (KeyError, ValueError):
+            size = -1.0
+    else:
+        size = float(memory) if isinstance(memory, (int, float)) and not isinstance(memory, bool) else -1.0
+    if not 0 < size < float("inf"):
+        raise NessError(f"repair(memory={memory!r}): expected a size such as '4GB', or a number of bytes")
+    return size
+
+
+def groups_within(targets: Sequence[Target], memory: float | None, with_new: bool) -> list[list[Target]]:
+    """The targets in order, as many at a time as have their Grams in `memory` bytes; one alone must fit."""
+    if memory is None:
+        return [list(targets)]
+    groups: list[list[Target]] = []
+    used = 0.0
+    for target in targets:
+        size = bytes_of(target, with_new)
+        if size > memory:
+            raise NessError(
+                f"layer {target.name!r} alone needs {size / 1e9:.3g} GB while it is repaired, and memory= allows "
+                f"{memory / 1e9:.3g} GB; allow more, or exclude the layer"
+            )
+        if not groups or used + size > memory:
+            groups.append([])
+            used = 0.0
+        groups[-1].append(target)
+        used += size
+    return groups
+
+
+def bytes_of(target: Target, with_new: bool) -> int:
+    """Bytes of a layer's float64 statistics at their peak: its Grams, and one more while a pass is under way."""
+    layer = target.layer
+    return 8 * layer.groups * layer.width**2 * (3 + with_new)
+
+
+def _inputs(batch: Any) -> Tensor | None:
+    """The first tensor of a batch: its inputs."""
+    return next(_tensors(batch), None)
+
+
+def _size(batch: Any) -> int:
+    """Tokens of a batch of integers, else samples."""
+    tensor = _inputs(batch)
+    if tensor is None:
+        return 1
+    return tensor.numel() if not tensor.is_floating_point() else (len(tensor) if tensor.ndim else 1)
+
+
+def _digest(batch: Any) -> tuple[int, int]:
+    """How many samples, and a fingerprint of them that depends neither on their order nor on the batches."""
+    tensor = _inputs(batch)
+    if tensor is None or not tensor.numel():
+        return 0, 0
+    tensor = tensor.detach().cpu() if tensor.ndim else tensor.detach().cpu()[None]
+    rows = tensor.contiguous().view(torch.uint8).reshape(len(tensor), -1).numpy()
+    digests = (int.from_bytes(hashlib.blake2b(row.tobytes(), digest_size=16).digest(), "little") for row in rows)
+    return len(rows), sum(digests) % 2**128
+
+
+def _tensors(value: Any) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, Mapping):
+        for item in value.values():
+            yield from _tensors(item)
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _tensors(item)
+
+
+def is_folder(batches: Any) -> bool:
+    """Whether statistics are given as a folder."""
+    return isinstance(batches, (str, Path))
