@@ -144,7 +144,10 @@ def null_space(setup: Setup, rate: float, rule: str = "within", value: float = 0
     _weights(model)
     guard = ness.NullSpace(model, rule=RULES[rule](value))
     guard.observe(torch.split(setup.old, 8), forward=_forward)
-    guard.constrain(rank=rank or None, generator=torch.Generator().manual_seed(setup.seed))
+    if rank:
+        guard.constrain(rank=rank, generator=torch.Generator().manual_seed(setup.seed))
+    else:
+        guard.constrain()
     held = guard.parameters()
     train(model, held, setup.data(), rate, setup.steps)
     guard.merge()
@@ -175,11 +178,11 @@ def interpolated(base: nn.Module, tuned: nn.Module, share: float) -> nn.Module:
     return model
 
 
-def repaired(base: nn.Module, tuned: nn.Module, old: Tensor, new: Tensor | None, strength: float) -> nn.Module:
-    """A fine-tune mended by `ness.repair` in one go."""
+def repairer(base: nn.Module, tuned: nn.Module, old: Tensor, new: Tensor | None) -> Callable[[float], nn.Module]:
+    """A fine-tune mended by `ness.repair` in one go, at whatever strength; the Grams are taken once."""
     cut = None if new is None else torch.split(new, 8)
-    made: nn.Module = ness.repair(tuned, base, old=torch.split(old, 8), new=cut, strength=strength).model
-    return made
+    found = ness.repair(tuned, base, old=torch.split(old, 8), new=cut, forward=_forward)
+    return found.at
 
 
 def _count(parameters: list[nn.Parameter]) -> int:

@@ -264,25 +264,23 @@ def _points(plan: Plan, row: Row, seed: int, material: Material) -> Iterator[dic
         for share in row.wise:
             model = methods.interpolated(base, tuned, share)
             yield {**common, "after": "wise", "share": share, **measured(material, model)}
-        for after, strengths, old_text, new_text in (
-            ("repair", row.repair, material.old, seen),
-            ("repair, old text alone", row.repair_old, material.old, None),
-            ("repair, own text", row.repair_self, material.own, seen),
+        for after, strengths, pairs, old_text, new_text in (
+            ("repair", row.repair, row.both, material.old, seen),
+            ("repair, old text alone", row.repair_old, (), material.old, None),
+            ("repair, own text", row.repair_self, (), material.own, seen),
         ):
+            if not strengths and not pairs:
+                continue
+            began = time.perf_counter()
+            at = methods.repairer(base, tuned, old_text, new_text)
+            cost = {"seconds": round(time.perf_counter() - began, 2)}
             for strength in strengths:
-                began = time.perf_counter()
-                model = methods.repaired(base, tuned, old_text, new_text, strength)
-                cost = round(time.perf_counter() - began, 2)
-                yield {**common, "after": after, "strength": strength, "seconds": cost, **measured(material, model)}
-        for strength, share in row.both:
-            model = methods.interpolated(base, methods.repaired(base, tuned, material.old, seen, strength), share)
-            yield {
-                **common,
-                "after": "repair and wise",
-                "strength": strength,
-                "share": share,
-                **measured(material, model),
-            }
+                kept = {**common, "after": after, "strength": strength, **cost}
+                yield {**kept, **measured(material, at(strength))}
+            for strength, share in pairs:
+                model = methods.interpolated(base, at(strength), share)
+                kept = {**common, "after": f"{after} and wise", "strength": strength, "share": share}
+                yield {**kept, **measured(material, model)}
         del tuned, adapted
 
 
