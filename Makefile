@@ -5,7 +5,7 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-triton test-browser lint types tables bench clean
+.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-triton test-browser lint types tables bench release-checks clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -35,9 +35,9 @@ test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folde
 test-gpu: $(VENV)/.ready        ## the checks on a CUDA card
 	$(BIN)/python -m pytest -q -m gpu
 
-test-transformers: $(VENV)/.ready  ## the checks against the real transformers and peft packages
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft
-	$(ONE_THREAD) $(BIN)/python -m pytest -q -m transformers
+test-transformers: $(VENV)/.ready  ## the checks against the real transformers, peft and accelerate packages
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft accelerate
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m transformers
 
 test-triton: $(VENV)/.ready     ## the card's kernels in Triton's interpreter, without a card
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton
@@ -59,6 +59,8 @@ types: $(VENV)/.ready           ## mypy --strict over the package
 
 bench: $(VENV)/.ready           ## speed, as ratios measured in one run
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
+
+release-checks: lint types test test-transformers test-slow test-kill  ## all that is run before a release
 
 clean:           ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ness._precision import product
 from ness.layers.base import Layer, Record, first_input, stored_parameter, stores
 
 
@@ -42,11 +43,15 @@ class LinearLayer(Layer):
 
     def through(self, module: nn.Module, x: Tensor, basis: Tensor, constant: Tensor | None) -> Tensor:
         """x B."""
-        return F.linear(x, basis[0].mT, None if constant is None else constant[0])
+        if constant is None:
+            return product(x, basis[0])
+        if torch.compiler.is_compiling():
+            return product(x, basis[0]) + constant[0]
+        return F.linear(x, basis[0].mT, constant[0])
 
     def onto(self, hidden: Tensor, update: Tensor) -> Tensor:
         """h Aᵀ."""
-        return F.linear(hidden, update[0])
+        return product(hidden, update[0].mT)
 
 
 class TransposedLinearLayer(LinearLayer):

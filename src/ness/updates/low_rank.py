@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from ness._precision import full_precision
+from ness._precision import full_precision, product
 from ness.layers import Layer
 from ness.updates.update import DRIFT_MARGIN, Projector, Update, Way
 
@@ -99,7 +99,8 @@ class LowRankUpdate(Update):
         shared, private = self.parameter[..., : self.shared], self.parameter[..., self.shared :]
         rows = self.rows() if rows is None else rows
         with full_precision(rows):
-            drift = torch.linalg.vector_norm(shared @ (rows[..., : self.shared, :] @ self.sized))  # ‖A B M Q diag(σ)‖_F
+            inside = product(rows[..., : self.shared, :], self.sized)
+            drift = torch.linalg.vector_norm(product(shared, inside))  # ‖A B M Q diag(σ)‖_F
         floor = self.limit.clamp(min=torch.finfo(drift.dtype).tiny)
         shrunk = shared * (self.limit / torch.maximum(drift, floor))
         return torch.cat([shrunk, private], dim=-1) if self.private else shrunk
@@ -108,7 +109,7 @@ class LowRankUpdate(Update):
         """[ΔW 0] (groups, o, width), differentiable, in the update's own dtype whatever autocast says."""
         rows = self.rows()
         with full_precision(rows):
-            change: Tensor = self.coefficients(rows) @ rows
+            change = product(self.coefficients(rows), rows)
         return F.pad(change, (0, self.layer.width - self.layer.fan_in))
 
     def bounding(self, shared: Tensor) -> Tensor:

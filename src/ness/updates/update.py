@@ -19,7 +19,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ness._precision import full_precision
+from ness._precision import full_precision, product
 from ness.layers import Layer, LinearLayer
 from ness.updates.saving import Passing
 
@@ -50,8 +50,9 @@ class Projector:
 
     @classmethod
     def of(cls, basis: Tensor, complement: Tensor, scale: Tensor, hard: bool = False) -> Projector:
-        """The thinnest form of B Bᵀ; `hard`: it is a projector, all s are 0 or 1."""
-        columns = {"complement": 2 * complement.shape[-1], "basis": 2 * basis.shape[-1], "dense": basis.shape[-2]}
+        """The cheapest form of B Bᵀ; `hard`: it is a projector that is applied to any rows, all s are 0 or 1."""
+        passes = 3 if hard else 2  # I − N Nᵀ is then applied twice forward, and once to the gradient
+        columns = {"complement": passes * complement.shape[-1], "basis": 2 * basis.shape[-1], "dense": basis.shape[-2]}
         how = min(columns, key=lambda form: columns[form])
         if how == "complement":
             return cls("complement", complement, scale.square(), hard)
@@ -60,12 +61,12 @@ class Projector:
     def __call__(self, rows: Tensor) -> Tensor:
         """Project rows (groups, n, d)."""
         with full_precision(rows):
+            inside = product(rows, self.matrix)
             if self.how == "dense":
-                return rows @ self.matrix
-            inside = rows @ self.matrix
+                return inside
             if self.how == "basis":
-                return inside @ self.matrix.mT
-            return torch.baddbmm(rows * self.squared_scale, inside, self.matrix.mT, alpha=-1)
+                return product(inside, self.matrix.mT)
+            return minus(rows * self.squared_scale, inside, self.matrix.mT)
 
     def rows(self, rows: Tensor) -> Tensor:
         """Project rows (groups, n, d) that need not be near the free directions, differentiably.
@@ -78,11 +79,18 @@ class Projector:
         if self.how != "complement" or not self.cuts:
             return once
         with full_precision(rows):
-            return torch.baddbmm(once, once.detach() @ self.matrix, self.matrix.mT, alpha=-1)
+            return minus(once, product(once.detach(), self.matrix), self.matrix.mT)
 
     def to(self, device: torch.device) -> Projector:
         """The same on another device."""
         return replace(self, matrix=self.matrix.to(device), squared_scale=self.squared_scale.to(device))
+
+
+def minus(rows: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """rows − left right, of three tensors (groups, …)."""
+    if torch.compiler.is_compiling():
+        return rows - product(left, right)
+    return torch.baddbmm(rows, left, right, alpha=-1)
 
 
 class _ProjectGradient(torch.autograd.Function):
@@ -193,7 +201,7 @@ class Update:
             projected: Tensor = _ProjectGradient.apply(self.parameter, self.projector)  # type: ignore[no-untyped-call]
             return projected
         with full_precision(self.basis):
-            return self.coefficients() @ self.basis.mT
+            return product(self.coefficients(), self.basis.mT)
 
     def add(self, name: str, base: Tensor, delta: Tensor | None = None) -> Tensor:
         """A stored weight or bias, with this update's share added."""
@@ -226,7 +234,11 @@ class Update:
         if self.way != "factored":
             return apply(module, x, *self.parameters_of(module, self.delta()))
         weight = module._parameters[self.layer.weight_name]
-        return self.factored(module, x, apply(module, x, weight, self.layer.bias))
+        plain = apply(module, x, weight, self.layer.bias)
+        if torch.compiler.is_compiling() and x.is_cuda and not isinstance(self.layer, LinearLayer):
+            apart: Callable[..., Tensor] = torch.compiler.disable(self.factored)  # type: ignore[no-untyped-call]
+            return apart(module, x, plain)  # cuDNN would take TF32, and compiled code cannot forbid it
+        return self.factored(module, x, plain)
 
     def factored(self, module: nn.Module, x: Tensor, plain: Tensor) -> Tensor:
         """y + (x B) Aᵀ for the layer's own outputs y."""
