@@ -1,4 +1,4 @@
-"""The command line: `ness run | table | tune | report | watch | list | data | repair | study`, and how mistakes look."""
+"""The command line: `ness COMMAND`, with a module per command, and how mistakes look."""
 
 import contextlib
 import io
