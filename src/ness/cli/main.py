@@ -1,4 +1,4 @@
-"""The command line: `ness run | table | tune | report | watch | list | data`, and what a mistake looks like."""
+"""The command line: `ness COMMAND`, with a module per command, and how mistakes look."""
 
 import contextlib
 import io
@@ -22,6 +22,8 @@ Continual learning without forgetting: train task after task, and see what was k
   watch    what is done, what runs, what is left     ness watch runs/
   list     what there is                             ness list methods | benchmarks
   data     the data sets                             ness data list | get | check
+  repair   mend a fine-tune that has forgotten       ness repair base/ tuned/ --new new.txt --old old.txt --out mended/
+  study    adapt a language model in many ways       ness study PLAN --out results/language
 
 `ness COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C.
 """
@@ -35,6 +37,8 @@ COMMANDS = {
     "watch": "ness.cli.watch",
     "list": "ness.cli.list",
     "data": "ness.cli.data",
+    "repair": "ness.cli.repair",
+    "study": "ness.cli.study",
 }
 
 

@@ -170,6 +170,31 @@ def energy(outputs: Tensor) -> Tensor:
     return wide.dot(wide)
 
 
+class FastPath:
+    """Attention's fast paths, a switch of the whole process: off as long as any watch of any thread is on."""
+
+    def __init__(self) -> None:
+        self.watches, self.before = set[int](), True
+
+    def avoid(self, watch: Watch) -> None:
+        """Switch them off for this watch."""
+        now = torch.backends.mha.get_fastpath_enabled()
+        if not self.watches:
+            self.before = now
+        watch.avoids = True
+        self.watches.add(id(watch))
+        torch.backends.mha.set_fastpath_enabled(False)
+
+    def allow(self, watch: Watch) -> None:
+        """A watch is over: they are as they were before the first, if it was the last."""
+        self.watches.discard(id(watch))
+        if watch.avoids and not self.watches:
+            torch.backends.mha.set_fastpath_enabled(self.before)
+
+
+FAST_PATH = FastPath()
+
+
 class Watch:
     """Eval mode, no autograd, every layer's rows and outputs to `record`; everything as before afterwards.
 
@@ -188,15 +213,17 @@ class Watch:
         self.model, self.layers, self.record, self.masking = model, list(layers), record, masking
         self.thread = threading.get_ident()
         self.modes = [(module, module.training) for module in model.modules()]
-        self.fast_path, self.grad = torch.backends.mha.get_fastpath_enabled(), torch.is_grad_enabled()
+        self.grad = torch.is_grad_enabled()
         hosts = dict.fromkeys([*model.modules(), *(host for layer in self.layers for host in layer.hosts)])
-        self.hooks = [(hooks, set(hooks)) for host in hosts for hooks in _hooks_of(host)]
+        self.hooks = [(kinds, set().union(*kinds)) for host in hosts for kinds in _hooks_of(host)]
+        inside = dict.fromkeys(module for host in hosts for module in host.modules())
+        self.parameters = [(module, dict(module._parameters)) for module in inside]
         self.handles: list[RemovableHandle] = []
-        self.on = True
+        self.on, self.avoids = True, False
 
     def open(self) -> None:
         """Begin."""
-        torch.backends.mha.set_fastpath_enabled(False)
+        FAST_PATH.avoid(self)
         for layer in self.layers:
             for host in layer.hosts:
                 self.handles.append(layer.watch(host, self._bound(layer)))
@@ -211,13 +238,18 @@ class Watch:
             return
         for handle in self.handles:
             handle.remove()
-        for hooks, known in self.hooks:  # one whose handle was lost on the way
-            for key in [key for key, hook in hooks.items() if key not in known and _is_ours(hook)]:
-                hooks.pop(key, None)
+        for kinds, known in self.hooks:  # one whose handle was lost on the way
+            for key in set().union(*kinds) - known:
+                if key not in kinds[0] or _is_ours(kinds[0][key]):
+                    for kind in kinds:
+                        kind.pop(key, None)
+        for module, held in self.parameters:  # a call with others in their place that broke off
+            if any(module._parameters.get(name) is not held[name] for name in held):
+                module._parameters.update(held)
         for module, mode in self.modes:
             module.training = mode
         torch.set_grad_enabled(self.grad)
-        torch.backends.mha.set_fastpath_enabled(self.fast_path)
+        FAST_PATH.allow(self)
         self.on = False
 
     def _bound(self, layer: Layer) -> Record:
@@ -228,8 +260,15 @@ class Watch:
         return record
 
 
-def _hooks_of(module: nn.Module) -> list[dict[int, Any]]:
-    return [module._forward_hooks, module._forward_pre_hooks]
+def _hooks_of(module: nn.Module) -> list[list[dict[int, Any]]]:
+    """A module's forward hooks, and its hooks before the forward, by their number; then what torch notes of each."""
+    after: list[dict[int, Any]] = [
+        module._forward_hooks,
+        module._forward_hooks_with_kwargs,
+        module._forward_hooks_always_called,
+    ]
+    before: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
+    return [after, before]
 
 
 def _is_ours(hook: Any) -> bool:

@@ -29,7 +29,7 @@ from ness.statistics.recorder import (
 )
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
-from ness.verbs.changes import recover, whole
+from ness.verbs.changes import Around, whole
 from ness.verbs.checks import refuse_sharded
 from ness.verbs.remainder import Remainder
 
@@ -142,7 +142,7 @@ class Observes:
         A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none.
         """
         guard = cast("NullSpace", self)
-        outer = guard._observation
+        around = Around(guard)
         before = set(guard._unmasked)
         try:
             with observed(guard, task) as recorder, passes_of(guard.model, recorder):
@@ -150,7 +150,7 @@ class Observes:
                 recorder.check_rows()
             warn_of_padding(guard, before)
         except BaseException:
-            recover(guard, outer)
+            around.restore()
             raise
 
     @contextmanager

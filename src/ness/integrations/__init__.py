@@ -1,0 +1,1 @@
+"""Bridges to other packages; each imports its partner when it is used."""

@@ -1,0 +1,185 @@
+"""Hugging Face model folders and PEFT adapter folders: read, and written whole or not at all."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ness._files import make_folder, reason, sync_folder
+from ness.errors import NessError
+
+TASKS = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+    "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
+}
+#: What is not taken over from a tuned folder: weights are written anew, and pickles and training state are no model.
+LEFT = (".safetensors", ".bin", ".pt", ".pth", ".pkl", ".ckpt", ".h5", ".msgpack", ".index.json")
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A tuned model and its base, as folders or names of the hub."""
+
+    tuned: nn.Module
+    base: nn.Module | None  # None: the tuned model is its base with adapters
+    adapter: bool
+    added: tuple[str, ...]  # what the base does not have: a new head
+
+
+def partner(name: str) -> Any:
+    """A package that is imported when it is needed."""
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        raise NessError(f"this needs the package {name}, which is not installed: pip install {name}") from error
+
+
+def load_pair(base: str, tuned: str, dtype: torch.dtype | None = None, device: str = "cpu") -> Loaded:
+    """Load a tuned model and its base; where `tuned` is an adapter's folder, the base with the adapter on it.
+
+    Args:
+        base: folder of the model before tuning, or its name on the hub.
+        tuned: folder of the tuned model, or of a PEFT adapter.
+        dtype: of the weights; None: as they are stored.
+        device: where to.
+    """
+    if (Path(tuned) / "adapter_config.json").is_file():
+        peft = partner("peft")
+        config = _said(tuned, lambda: json.loads((Path(tuned) / "adapter_config.json").read_text(encoding="utf-8")))
+        if config.get("peft_type") != "LORA":
+            raise NessError(
+                f"{tuned}: a {config.get('peft_type')} adapter; expected LORA, or merge it and repair the model"
+            )
+        model, _ = _load(base, TASKS.get(str(config.get("task_type"))), dtype)
+        adapted = _said(tuned, lambda: peft.PeftModel.from_pretrained(model, tuned))
+        return Loaded(adapted.to(device).eval(), None, True, ())
+    _check_model_folder(tuned)
+    after, _ = _load(tuned, None, dtype)
+    before, info = _load(base, type(after).__name__, dtype)
+    if type(before) is not type(after):
+        raise NessError(f"{tuned} is a {type(after).__name__} and {base} a {type(before).__name__}; expected one kind")
+    added = sorted({*info.get("missing_keys", ()), *(entry[0] for entry in info.get("mismatched_keys", ()))})
+    return Loaded(after.to(device).eval(), before.to(device).eval(), False, tuple(added))
+
+
+def _check_model_folder(path: str) -> None:
+    folder = Path(path)
+    if folder.is_dir() and not (folder / "config.json").is_file():
+        raise NessError(f"{folder}: holds neither config.json nor adapter_config.json; expected a model's folder")
+
+
+def _load(path: str, kind: str | None, dtype: torch.dtype | None) -> tuple[nn.Module, dict[str, Any]]:
+    transformers = partner("transformers")
+    _check_model_folder(path)
+    config = _said(path, lambda: transformers.AutoConfig.from_pretrained(path))
+    if getattr(config, "quantization_config", None):
+        raise NessError(
+            f"{path}: its weights are quantised, and a repaired weight has no place there; give the model in bfloat16 "
+            "or float32. An adapter trained over it can be repaired over the unquantised one, and used over either"
+        )
+    kinds = [kind, *(getattr(config, "architectures", None) or ()), "AutoModel"]
+    found = next(getattr(transformers, name) for name in kinds if name and hasattr(transformers, name))
+    options = {"dtype": dtype or "auto", "output_loading_info": True, "ignore_mismatched_sizes": True}
+    model, info = _said(path, lambda: found.from_pretrained(path, use_safetensors=None, **options))
+    return model, info
+
+
+def _said(path: str, load: Callable[[], Any]) -> Any:
+    """A loader's own errors in one line."""
+    try:
+        return load()
+    except NessError:
+        raise
+    except Exception as error:  # whatever the partner raises: missing files, bad JSON, unknown architectures
+        text = reason(error)
+        raise NessError(f"{path}: could not be loaded ({text if len(text) < 400 else text[:400] + '…'})") from error
+
+
+def load_tokenizer(*paths: str) -> Any:
+    """The tokenizer of the first of these folders that has one."""
+    transformers = partner("transformers")
+    errors = []
+    for path in paths:
+        try:
+            return _said(path, lambda path=path: transformers.AutoTokenizer.from_pretrained(path))  # type: ignore[misc]
+        except NessError as error:
+            errors.append(str(error))
+    raise NessError(f"no tokenizer found: {errors[0]}")
+
+
+def load_image_processor(*paths: str) -> Any:
+    """The image processor of the first of these folders that has one."""
+    transformers = partner("transformers")
+    errors = []
+    for path in paths:
+        try:
+            return _said(path, lambda path=path: transformers.AutoImageProcessor.from_pretrained(path))  # type: ignore[misc]
+        except NessError as error:
+            errors.append(str(error))
+    raise NessError(f"no image processor found: {errors[0]}")
+
+
+def check_out(out: Path) -> None:
+    """Refuse a place that is taken."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise NessError(f"{out}: there is something already; name a folder that does not exist")
+
+
+def write_model(model: nn.Module, tuned: str, out: Path, files: dict[str, str]) -> None:
+    """Write a model or adapter folder under a temporary name, then give it its own.
+
+    Args:
+        model: a model of transformers or PEFT.
+        tuned: the folder it came from: tokenizer, processor and the like are taken over.
+        out: a folder that does not exist.
+        files: more files: name -> text.
+
+    Raises:
+        NessError: it could not be written; nothing is left behind.
+    """
+    check_out(out)
+    out = out.absolute()
+    temporary = out.parent / f".{out.name}.ness-{secrets.token_hex(8)}.tmp"
+    try:
+        make_folder(out.parent)
+        temporary.mkdir()
+        _take_over(Path(tuned), temporary)
+        model.save_pretrained(temporary)  # type: ignore[operator]
+        for name, text in files.items():
+            (temporary / name).write_text(text, encoding="utf-8")
+        for path in temporary.rglob("*"):
+            if path.is_file():
+                with path.open("rb") as file:
+                    os.fsync(file.fileno())
+        if out.is_dir():
+            out.rmdir()
+        temporary.rename(out)
+        sync_folder(out.parent)
+    except OSError as error:
+        raise NessError(f"{out}: could not be written ({reason(error)}); nothing is left there") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _take_over(source: Path, target: Path) -> None:
+    if not source.is_dir():
+        return
+    for path in source.iterdir():
+        kept = path.is_file() and not path.name.startswith(".") and not path.name.endswith(LEFT)
+        if kept and path.name not in ("README.md", "training_args.bin", "trainer_state.json", "ness-repair.json"):
+            shutil.copyfile(path, target / path.name)
