@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from ness.distributed import sharded
 from ness.errors import NessError
 from ness.rules import Rule
 
@@ -51,6 +52,13 @@ def place_of_statistics(device: torch.device | str | None) -> tuple[torch.device
         raise NessError(
             f"NullSpace(statistics_device={device!r}): expected a device such as 'cpu', or 'disk:FOLDER'"
         ) from error
+
+
+def refuse_sharded(model: nn.Module, verb: str, way_out: str) -> None:
+    """Refuse a verb that needs whole weights on a model that `fully_shard` has cut up."""
+    name = next((name for name, parameter in model.named_parameters() if sharded(parameter)), None)
+    if name is not None:
+        raise NessError(f"{verb}: the model is sharded (FSDP): {name!r} is a DTensor; {way_out}")
 
 
 def check_constrain_options(
