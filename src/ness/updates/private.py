@@ -82,7 +82,7 @@ def check_private(private: int, task: str | None, fan_ins: dict[str, int]) -> No
     if private > fan_ins[widest] or (private and not capped(private, fan_ins[widest])):
         raise NessError(
             f"constrain(private={private}): no layer is that wide: the widest, {widest!r}, has fan-in "
-            f"{fan_ins[widest]}, and at most {capped(private, fan_ins[widest])} directions of it can be private"
+            f"{fan_ins[widest]}, and at most a third of it ({capped(private, fan_ins[widest])}) can be private"
         )
 
 

@@ -24,7 +24,6 @@ from ness.verbs.remainder import Swap, write_all
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
-    from ness.verbs.observing import observed
 
 P = ParamSpec("P")
 Result = TypeVar("Result")
@@ -156,16 +155,29 @@ def uninterrupted(work: Callable[[], None]) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-class _Switches:
-    """What torch keeps for a whole thread or process, and what a block that breaks off may leave switched."""
+class Around:
+    """What a verb must leave as it was if it breaks off: switches of the thread or process, and what is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, guard: NullSpace) -> None:
+        self.guard, self.observation = guard, guard._observation
         self.grad = torch.is_grad_enabled()
         self.products, self.convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         self.autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
-        self.fast_path = torch.backends.mha.get_fastpath_enabled()
+
+    def settle(self) -> None:
+        """Finish or undo a change that was broken off, and end an observation that began inside.
+
+        What another thread does is left alone.
+        """
+        change, watched, me = self.guard._unfinished, self.guard._observation, threading.current_thread()
+        if change is not None and (change.thread is me or not change.thread.is_alive()):
+            uninterrupted(change.settle)
+        if watched is not None and watched is not self.observation and watched.claim.thread is me:
+            watched.abort()
 
     def restore(self) -> None:
+        """All as it was."""
+        self.settle()
         torch.set_grad_enabled(self.grad)
         if torch.get_float32_matmul_precision() != self.products:
             torch.set_float32_matmul_precision(self.products)
@@ -173,16 +185,6 @@ class _Switches:
             torch.backends.cudnn.allow_tf32 = self.convolutions
         for kind, enabled in self.autocast.items():
             torch.set_autocast_enabled(kind, enabled)
-        torch.backends.mha.set_fastpath_enabled(self.fast_path)
-
-
-def recover(guard: NullSpace, outer: observed | None = None) -> None:
-    """Settle a change that was left half-done, and end an observation that is not `outer`; another thread's alone."""
-    change, watched, me = guard._unfinished, guard._observation, threading.current_thread()
-    if change is not None and (change.thread is me or not change.thread.is_alive()):
-        uninterrupted(change.settle)
-    if watched is not None and watched is not outer and watched.claim.thread is me:
-        watched.abort()
 
 
 def whole(
@@ -192,13 +194,12 @@ def whole(
 
     @functools.wraps(verb)
     def run(guard: NullSpace, *args: P.args, **kwargs: P.kwargs) -> Result:
-        switches, outer = _Switches(), guard._observation
+        around = Around(guard)
         try:
-            recover(guard, outer)
+            around.settle()
             return ordinarily(verb, guard, *args, **kwargs)
         except BaseException:
-            recover(guard, outer)
-            switches.restore()
+            around.restore()
             raise
 
     return run  # type: ignore[return-value]
