@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ness import distributed
 from ness._files import write_together
 from ness._version import __version__
+from ness.distributed import gathered
 from ness.errors import NessError, warn
 from ness.layers import AttentionInput, AttentionOutput, ConvLayer, Layer, TransposedLinearLayer
 from ness.layers.names import listed
@@ -263,7 +264,7 @@ def _trained_elsewhere(guard: NullSpace) -> tuple[list[str], dict[str, Tensor]]:
     state: dict[str, Tensor] = {}
     for name in whole:
         state |= modules[name].state_dict(prefix=f"{name}.")
-    return whole, {key: value.detach() for key, value in state.items()}
+    return whole, {key: gathered(value.detach()) for key, value in state.items()}
 
 
 def _trains(module: nn.Module) -> bool:

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ness.distributed import gathered
+
 Rows = Tensor  # (groups, n, d), or (groups, samples, …) whose entries are those of the rows, in their order
 #: Takes the rows of one forward call and the outputs that belong to them.
 Record = Callable[[Rows, Tensor], None]
@@ -92,7 +94,8 @@ class Layer(ABC):
 
     def stored(self) -> Tensor:
         """[W b] as the model stores it, (groups, o, width), a copy in the parameter's own dtype."""
-        return self.joint(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        weight, bias = gathered(self.weight.detach()), self.bias
+        return self.joint(weight, None if bias is None else gathered(bias.detach()))
 
     def joint(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[W b] (groups, o, width) of a parameter pair."""

@@ -23,7 +23,7 @@ from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
-from ness.updates.saving import as_it_runs, base_in, changes, updates_in
+from ness.updates.saving import as_it_runs, changes, updates_in, whole_base
 from ness.updates.update import Projector, Update
 from ness.verbs.remainder import Remainder, same_bits
 from ness.verbs.transitions import enter
@@ -122,7 +122,7 @@ def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
 def _as_state_dicts_have_it(layer: Layer) -> Tensor:
     """[W b] with the updates in training (groups, o, width), rounded to the dtype of the weights."""
     with torch.no_grad():
-        values = as_it_runs(base_in(layer.module), changes(layer.module, updates_in(layer.module)))
+        values = as_it_runs(whole_base(layer.module), changes(layer.module, updates_in(layer.module)))
         return layer.joint(values[layer.weight_name], None if layer.bias is None else values[str(layer.bias_name)])
 
 

@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ness.distributed import sharded
 from ness.updates import loading, saving
 from ness.updates.recovering import correction
 from ness.updates.saving import PREFIX, UPDATES
@@ -47,7 +48,7 @@ class _Constrained(nn.Module):
     @property
     def ness_base(self) -> Tensor:
         """The same of what recovers the base."""
-        base, change = saving.base_in(self), saving.changes(self, saving.updates_in(self))
+        base, change = saving.whole_base(self), saving.changes(self, saving.updates_in(self))
         return correction(base, saving.as_it_runs(base, change), change)
 
     def _ness_ranks(self) -> str:
@@ -100,8 +101,8 @@ def _reader(name: str) -> property:
 
     def read(module: nn.Module) -> Tensor | None:
         value: Tensor | None = module._parameters[name]
-        if value is None:
-            return None
+        if value is None or sharded(value):  # outside of a forward pass only the one who shards it asks
+            return value
         for update in module.__dict__[UPDATES]:
             if name in (update.layer.weight_name, update.layer.bias_name):
                 value = update.add(name, value)

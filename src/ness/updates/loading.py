@@ -6,7 +6,6 @@ torch loads module by module, so the modules above the constrained ones have a h
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ness.distributed import as_sharded, gathered, sharded
 from ness.errors import NessError
 from ness.layers.names import listed
 from ness.updates.recovering import recovered
@@ -29,9 +29,9 @@ from ness.updates.saving import (
     base_in,
     changes,
     fingerprints,
-    names_of,
     trained_in,
     updates_in,
+    whole_base,
 )
 
 TAMPERED = 1e-3  # the share of an update by which saved weights may differ from base and update, besides rounding
@@ -118,9 +118,9 @@ def _check_layer(placed: Placed, state_dict: Mapping[str, Any]) -> None:
     _check_about(layer, about(module), saved)
     trials = []
     for update in updates_in(module):
-        trial = copy.copy(update)
-        attributes = {id(value): name for name, value in vars(update).items()}
-        for name, parameter in names_of(update).items():
+        values: dict[str, Tensor] = {}
+        for end, parameter in update.trained().items():
+            name = update.name_of(end)
             value = state_dict[prefix + name]
             found = (tuple(value.shape), value.dtype) if isinstance(value, Tensor) else type(value).__name__
             if found != (tuple(parameter.shape), parameter.dtype):
@@ -128,10 +128,10 @@ def _check_layer(placed: Placed, state_dict: Mapping[str, Any]) -> None:
                     f"load_state_dict: layer {layer}: {prefix + name} is {found}, expected {tuple(parameter.shape)}, "
                     f"{parameter.dtype}. Nothing was changed. Constrain as when it was saved"
                 )
-            trial.__dict__[attributes[id(parameter)]] = value.detach().to(parameter.device, copy=True)
-        trials.append(trial)
+            values[end] = gathered(value.detach()).to(parameter.device, copy=True)
+        trials.append(update.trying(values))
     change, own = changes(module, trials), updates_in(module)[0].passing
-    base: dict[str, Tensor] = {name: value.detach() for name, value in base_in(module).items()}
+    base = whole_base(module)
     own.restored = {}
     if fingerprints(base) != saved["base"]:
         base = own.restored = _base(layer, prefix, base, change, saved["base"], own.base, state_dict)
@@ -180,6 +180,7 @@ def _base(
         state_dict: what is loaded.
     """
     running = {name: state_dict.get(prefix + name) for name in here}
+    running = {name: gathered(value) if isinstance(value, Tensor) else None for name, value in running.items()}
     if saved == known and all(
         isinstance(value, Tensor) and (value.shape, value.dtype) == (here[name].shape, here[name].dtype)
         for name, value in running.items()
@@ -203,7 +204,7 @@ def _base(
 def _check_weight(layer: str, key: str, found: Any, base: Tensor, expected: Tensor) -> None:
     """Whether the saved weight is base and update, up to rounding: one of them may have been changed since."""
     if isinstance(found, Tensor) and found.shape == expected.shape:
-        value, expected = found.detach().to(expected.device, torch.float64), expected.to(torch.float64)
+        value, expected = gathered(found.detach()).to(expected.device, torch.float64), expected.to(torch.float64)
         off, change = float((value - expected).norm()), float((expected - base).norm())
         epsilon = max(torch.finfo(t.dtype).eps for t in (found, base) if t.is_floating_point())
         if off <= TAMPERED * change + 2 * epsilon * float(expected.norm()):
@@ -246,7 +247,7 @@ def load(
     passing = updates_in(module)[0].passing
     with torch.no_grad():
         for name, value in passing.restored.items():
-            base[name].copy_(value)
+            base[name].copy_(as_sharded(value, base[name]) if sharded(base[name]) else value)
         passing.restored = {}
         for name, parameter in trained.items():
             if prefix + name in state_dict:

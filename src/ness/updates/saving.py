@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ness.distributed import as_sharded, gathered, sharded
 from ness.storage.folder import fingerprint
 from ness.updates.recovering import correction
 
@@ -75,14 +76,18 @@ def trained_in(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def names_of(update: Update) -> dict[str, nn.Parameter]:
     """An update's trained parameters, by their names in its module: "ness_weight", for q of attention "…_q"."""
-    part = "" if update.layer.weight_part is None else f"_{update.layer.name[-1]}"
-    return {f"{PREFIX}{update.layer.weight_name}{part}{end}": value for end, value in update.trained().items()}
+    return {update.name_of(end): value for end, value in update.trained().items()}
 
 
 def base_in(module: nn.Module) -> dict[str, nn.Parameter]:
     """The frozen weights and biases that the module's updates act on."""
     names = {name for u in updates_in(module) for name in (u.layer.weight_name, u.layer.bias_name) if name}
     return {name: value for name, value in module._parameters.items() if name in names and value is not None}
+
+
+def whole_base(module: nn.Module) -> dict[str, Tensor]:
+    """The same values, brought together where they are sharded over ranks."""
+    return {name: gathered(value.detach()) for name, value in base_in(module).items()}
 
 
 def about(module: nn.Module) -> dict[str, Any]:
@@ -141,15 +146,19 @@ def write(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars
         for name in trained:
             del destination[prefix + name]
         return
+    whole = whole_base(module)
     with torch.set_grad_enabled(keep_vars and torch.is_grad_enabled()):
         change = changes(module, updates_in(module))
-        for name, value in as_it_runs(base, change).items():  # laid out in memory as the base is
-            like = torch.empty_like(base[name], requires_grad=False)
-            destination[prefix + name] = value if keep_vars else like.copy_(value)
+        running = as_it_runs(whole, change)
+    for name, value in running.items():
+        if sharded(base[name]):
+            destination[prefix + name] = as_sharded(value.detach(), base[name])
+        else:  # laid out in memory as the base is
+            destination[prefix + name] = value if keep_vars else torch.empty_like(whole[name]).copy_(value)
     for name, parameter in trained.items():
         destination[prefix + name] = destination.pop(prefix + name) if keep_vars else parameter.detach().clone()
     destination[prefix + ABOUT] = encode(about(module))
-    destination[prefix + BASE] = correction(base, {name: destination[prefix + name] for name in base}, change)
+    destination[prefix + BASE] = correction(whole, running, change)
     passing.wrote(destination, prefix)
 
 
@@ -161,7 +170,7 @@ def changes(module: nn.Module, updates: Iterable[Update]) -> dict[str, Tensor]:
         for name in (update.layer.weight_name, update.layer.bias_name):
             base = None if name is None else module._parameters[name]
             if name is not None and base is not None:
-                start = values[name] if name in values else torch.zeros_like(base, dtype=delta.dtype)
+                start = values[name] if name in values else delta.new_zeros(base.shape)
                 values[name] = update.add(name, start, delta)
     return values
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from ness.distributed import sharded
 from ness.errors import NessError
 from ness.rules import Rule
 
@@ -32,6 +33,13 @@ def check_guard_options(
         raise NessError(f"NullSpace(private_basis={private_basis!r}): expected 'shared' or 'per_task'")
     if dtype not in (torch.float64, torch.float32):
         raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
+
+
+def refuse_sharded(model: nn.Module, verb: str, way_out: str) -> None:
+    """Refuse a verb that needs whole weights on a model that `fully_shard` has cut up."""
+    name = next((name for name, parameter in model.named_parameters() if sharded(parameter)), None)
+    if name is not None:
+        raise NessError(f"{verb}: the model is sharded (FSDP): {name!r} is a DTensor; {way_out}")
 
 
 def check_constrain_options(

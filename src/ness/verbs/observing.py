@@ -30,6 +30,7 @@ from ness.statistics.recorder import (
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
 from ness.verbs.changes import Around, whole
+from ness.verbs.checks import refuse_sharded
 from ness.verbs.remainder import Remainder
 
 if TYPE_CHECKING:
@@ -219,6 +220,7 @@ class observed:
 
     def __enter__(self) -> Recorder:
         guard = self.guard
+        refuse_sharded(guard.model, "observe", "observe and constrain first, then shard")
         if guard.constrained or any(is_constrained(module) for module in guard.model.modules()):
             raise NessError("observe: the model is constrained; call merge() or discard() first")
         if guard._observation is not None and not guard._observation.claim.bars():
