@@ -145,7 +145,7 @@ def _drift(guard: NullSpace, name: str, whole: Factors, cut: Factors) -> float:
     """RMS over all observed rows of what cutting an update changes in the layer's outputs."""
     state = guard._protected[name]
     gram, width = state.moments.gram, state.layer.fan_in
-    error = (cut.change() - whole.change()).to(gram.matrix.device)
+    error = (cut.change() - whole.change()).to(gram.device)
     square = ((error @ gram.matrix[:, :width, :width]) * error).sum().clamp(min=0)
     return float((square / max(1, gram.count)).sqrt())
 

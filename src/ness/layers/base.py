@@ -97,6 +97,15 @@ class Layer(ABC):
         weight, bias = gathered(self.weight.detach()), self.bias
         return self.joint(weight, None if bias is None else gathered(bias.detach()))
 
+    def differs(self, matrix: Tensor) -> Tensor:
+        """Whether the model stores another [W b] than this one (groups, o, width): (), bool, without waiting for it."""
+        weight = self.weight.detach() if self.weight_part is None else self.weight.detach()[self.weight_part]
+        found = (self.to_matrix(weight).to(matrix.device) != matrix[..., : self.fan_in]).any()
+        if self.bias is None:
+            return found
+        bias = self.bias.detach() if self.bias_part is None else self.bias.detach()[self.bias_part]
+        return found | (bias.reshape(self.groups, self.outputs).to(matrix.device) != matrix[..., self.fan_in]).any()
+
     def joint(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[W b] (groups, o, width) of a parameter pair."""
         matrix = self.to_matrix(weight if self.weight_part is None else weight[self.weight_part])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
@@ -33,6 +35,23 @@ def check_guard_options(
         raise NessError(f"NullSpace(private_basis={private_basis!r}): expected 'shared' or 'per_task'")
     if dtype not in (torch.float64, torch.float32):
         raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
+
+
+def place_of_statistics(device: torch.device | str | None) -> tuple[torch.device | None, Path | None]:
+    """Device and folder that `NullSpace(statistics_device=...)` means; None: each layer's own device, in memory."""
+    if device is None:
+        return None, None
+    if isinstance(device, str) and device.startswith("disk:"):
+        folder = Path(device.removeprefix("disk:")).expanduser()
+        if device == "disk:" or (folder.exists() and not folder.is_dir()):
+            raise NessError(f"NullSpace(statistics_device={device!r}): expected 'disk:FOLDER' with a folder's name")
+        return torch.device("cpu"), folder.absolute()
+    try:
+        return torch.device(device), None
+    except (RuntimeError, TypeError) as error:
+        raise NessError(
+            f"NullSpace(statistics_device={device!r}): expected a device such as 'cpu', or 'disk:FOLDER'"
+        ) from error
 
 
 def refuse_sharded(model: nn.Module, verb: str, way_out: str) -> None:
