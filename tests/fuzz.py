@@ -130,7 +130,8 @@ def seeds(kind: str) -> list[bytes]:
 TOKENS = [
     b"\xff\xff\xff\xff", b"\x00\x00\x00\x00", b"\x00\x00\x00\x80", b"\x7f", b"[" * 200, b"(" * 200, b"]", b"}",
     b"1e999", b"-1", b"9" * 400, b"NaN", b"Infinity", b"\\ud800", b"\x1b[2J", b"null", b'"sha256": "', b"\x80\x04",
-    b"\x85" * 50, b"2\x86" * 20, b"q\x00", b"r\xff\xff\xff\xff", b"h\x00", b"cos\nsystem\n", b"R.", b"true", b"'", b"[[row]]\n",
+    b"\x85" * 50, b"2\x86" * 20, b"q\x00", b"r\xff\xff\xff\xff", b"h\x00", b"cos\nsystem\n", b"R.", b"true", b"'",
+    b"[[row]]\n",
 ]  # fmt: skip
 
 
