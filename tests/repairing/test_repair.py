@@ -331,11 +331,17 @@ def test_the_front_comes_from_grams_taken_once(inplace: bool) -> None:
     assert front.rows[2].old == pytest.approx(again.on_old.after)
     assert "strength 30" in str(front)
     assert len(front.to_dicts()) == 4
+    for name, weight in done.at(30.0).state_dict().items():  # what repair at that strength makes, to the bit
+        assert torch.equal(weight, again.model.state_dict()[name])
+    with pytest.raises(ness.NessError, match="strength"):
+        done.at(-1.0)
     if not inplace:
         with torch.no_grad():
             twin[0].weight.add_(1)
         with pytest.raises(ness.NessError, match="changed since"):
             done.front()
+        with pytest.raises(ness.NessError, match="changed since"):
+            done.at(1.0)
 
 
 def test_what_is_left_can_be_interpolated_on_top() -> None:

@@ -1,4 +1,4 @@
-"""The command line: `ness run | table | tune | report | watch | list | data | repair`, and how mistakes look."""
+"""The command line: `ness COMMAND`, with a module per command, and how mistakes look."""
 
 import contextlib
 import io
@@ -23,6 +23,7 @@ Continual learning without forgetting: train task after task, and see what was k
   list     what there is                             ness list methods | benchmarks
   data     the data sets                             ness data list | get | check
   repair   mend a fine-tune that has forgotten       ness repair base/ tuned/ --new new.txt --old old.txt --out mended/
+  study    adapt a language model in many ways       ness study PLAN --out results/language
 
 `ness COMMAND --help` says more. Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C.
 """
@@ -37,6 +38,7 @@ COMMANDS = {
     "list": "ness.cli.list",
     "data": "ness.cli.data",
     "repair": "ness.cli.repair",
+    "study": "ness.cli.study",
 }
 
 

@@ -475,14 +475,24 @@ class FrontOf:
         pairs = self.work.weights.pairs.values()
         return [tensor._version for pair in pairs for tensor in (pair.tuned, pair.base) if tensor is not None]
 
+    def _check(self) -> None:
+        if self._versions() != self.versions:
+            raise NessError("the tuned model or its base was changed since the repair; repair again")
+
+    def model(self, strength: float) -> nn.Module:
+        """A copy of the tuned model, repaired at this strength."""
+        _number("strength", strength, 0, math.inf)
+        self._check()
+        with ordinary_tensors():
+            return Shadow(self.work.tuned, self.work.weights).own(self.work.all_values(self.plans, strength))
+
     def __call__(self, strengths: Sequence[float], interpolated: Sequence[float]) -> Front:
         """A row for each strength, and for each share of plain interpolation."""
         for strength in strengths:
             _number("strength", strength, 0, math.inf)
         for part in interpolated:
             _number("interpolated", part, 0, 1)
-        if self._versions() != self.versions:
-            raise NessError("front: the tuned model or its base was changed since the repair; repair again")
+        self._check()
         work = self.work
         with ordinary_tensors():
             shadow = Shadow(work.tuned, work.weights)

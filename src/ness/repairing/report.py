@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import nn
 
@@ -89,6 +89,16 @@ class Front:
         plot_front(self, Path(path))
 
 
+class OtherStrengths(Protocol):
+    """What a finished repair keeps to be tried at other strengths."""
+
+    def __call__(self, strengths: Sequence[float], interpolated: Sequence[float], /) -> Front:
+        """The trade-off at these strengths, and at these shares of plain interpolation."""
+
+    def model(self, strength: float, /) -> nn.Module:
+        """A repaired copy."""
+
+
 @dataclass(frozen=True)
 class Repair:
     """The repaired model and what became of the change.
@@ -107,7 +117,7 @@ class Repair:
     on_new: Movement | None
     share: float = 1.0  # what is left of the reshaped change: interpolation on top
     notes: tuple[str, ...] = ()
-    _front: Callable[[Sequence[float], Sequence[float]], Front] | None = field(default=None, repr=False, compare=False)
+    _front: OtherStrengths | None = field(default=None, repr=False, compare=False)
 
     def front(
         self, strengths: Sequence[float] = (0.1, 0.3, 1.0, 3.0, 10.0), interpolated: Sequence[float] = ()
@@ -129,6 +139,24 @@ class Repair:
                 "in one go, or call repair once for each strength"
             )
         return self._front(strengths, interpolated)
+
+    def at(self, strength: float) -> nn.Module:
+        """A copy of the tuned model, repaired at another strength from the Grams that were taken.
+
+        Args:
+            strength: at least 0.
+
+        Returns:
+            What `repair` would have made at this strength; `.model` stays as it is.
+        """
+        from ness.errors import NessError
+
+        if self._front is None:
+            raise NessError(
+                "at: the Grams were not kept (passes= and memory= work through the layers a few at a time); call "
+                "repair with this strength"
+            )
+        return self._front.model(strength)
 
     def to_dicts(self) -> list[dict[str, Any]]:
         """The rows as plain dictionaries, for JSON or a data frame."""
