@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Hashable
@@ -42,11 +43,13 @@ def run_traced(act: Callable[[], object], at: int | None = None, how: str = "rai
     def call(frame: Any, event: str, _: Any) -> Any:
         return line if frame.f_code.co_filename.startswith(sources) else None
 
+    gc.disable()  # what a collection runs is not on the verb's way, and errors in it are lost
     sys.settrace(call)
     try:
         act()
     finally:
         sys.settrace(None)
+        gc.enable()
     return seen
 
 
@@ -159,7 +162,8 @@ def sweep(
     counts, at = [0, 0], 1
     while True:
         try:
-            run_traced(lambda: verb(guard), at, how, sources)  # noqa: B023
+            seen = run_traced(lambda: verb(guard), at, how, sources)  # noqa: B023
+            assert seen < at, f"line event {at}: the interrupt was lost"
             broken = False
         except KeyboardInterrupt:
             broken = True

@@ -103,7 +103,7 @@ class NullSpace(Observes, Exports):
         self._watch_optimizers: OptimizerWatch | None = None
         self._unfinished: Change | None = None  # a change under way, or one that was broken off
         self._observation: observed | None = None  # under way
-        self._hold: Hold | None = None  # while constrained; the last field: see there
+        self._hold: Hold | None = None  # while constrained
 
     # -- what it holds ----------------------------------------------------------------------------------------------
 

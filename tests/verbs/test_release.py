@@ -191,7 +191,8 @@ def test_release_is_all_or_nothing_at_every_line(merge: bool) -> None:
     while True:
         at += 1
         try:
-            run_traced(lambda: ness.release(model, merge=merge), at)  # noqa: B023
+            seen = run_traced(lambda: ness.release(model, merge=merge), at)  # noqa: B023
+            assert seen < at
         except KeyboardInterrupt:
             now = of_model(model, x)
             if differences(now, start):

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
+WATCHING = ("_watch_optimizers", "_hold")  # fields of a guard that look on while it constrains
+
 
 class Snapshot:
     """A model as it is: its modules' classes and parameters, what is trainable, gradients, and some tensors' values."""
@@ -76,7 +78,6 @@ class Change:
         arrange: rearranges the model's modules.
         after: the guard's new fields; `_protected` is always among them. None: the change is for a while only.
         modules: modules that are touched besides the model's own.
-        watch: of optimizers, which begins; the guard's own ends.
     """
 
     def __init__(
@@ -86,12 +87,12 @@ class Change:
         arrange: Callable[[], None],
         after: Mapping[str, Any] | None,
         modules: Iterable[nn.Module] = (),
-        watch: OptimizerWatch | None = None,
     ) -> None:
         self.guard, self.writes, self.arrange = guard, writes, arrange
         self.thread = threading.current_thread()
-        self.after = None if after is None else {**after, "_unfinished": None, "_watch_optimizers": watch}
-        self.watch, self.retired = watch, guard._watch_optimizers if after is not None else None
+        self.after = None if after is None else {**dict.fromkeys(WATCHING), **after, "_unfinished": None}
+        self.begins = [None if after is None else after.get(key) for key in WATCHING]
+        self.ends = [None if after is None else guard.__dict__[key] for key in WATCHING]
         self.before = Snapshot((*guard.model.modules(), *modules), (tensor for tensor, _ in writes))
 
     @property
@@ -106,8 +107,9 @@ class Change:
             guard._unfinished = self
             write_all(self.writes)
             self.arrange()
-            if self.watch is not None:
-                self.watch.start()
+            for watch in self.begins:
+                if isinstance(watch, OptimizerWatch):
+                    watch.start()
             if after is not None:
                 guard.__dict__.update(after)  # now it has happened
                 self.settle()
@@ -121,9 +123,9 @@ class Change:
         if not happened:
             self.before.restore()
             arrange_checks(self.guard.model)
-        over = self.retired if happened else self.watch
-        if over is not None:
-            over.remove()
+        for watch in self.ends if happened else self.begins:
+            if watch is not None:
+                watch.remove()
         self.guard._unfinished = None
 
 
@@ -133,10 +135,9 @@ def carry_out(
     arrange: Callable[[], None],
     after: Mapping[str, Any],
     modules: Iterable[nn.Module] = (),
-    watch: OptimizerWatch | None = None,
 ) -> None:
     """Make a `Change` of these and apply it; Ctrl-C waits until it is done."""
-    uninterrupted(Change(guard, writes, arrange, after, modules, watch).apply)
+    uninterrupted(Change(guard, writes, arrange, after, modules).apply)
 
 
 def in_one_step(

@@ -6,6 +6,7 @@ undone without the guard.
 
 from __future__ import annotations
 
+import gc
 import weakref
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -189,11 +190,12 @@ class Hold:
     """
 
     def __init__(self, model: nn.Module, owner: Owner) -> None:
-        self._counted_out: list[bool] = []
-        weakref.finalize(self, _gone, weakref.ref(model), owner, self._counted_out).atexit = False
+        self._end = weakref.finalize(self, _gone, weakref.ref(model), owner)
+        self._end.atexit = False
 
-    def __del__(self) -> None:
-        self._counted_out.append(True)  # before `_gone`, unless a garbage collection takes the guard
+    def remove(self) -> None:
+        """Say nothing any more."""
+        self._end.detach()
 
 
 class _Later:
@@ -203,11 +205,20 @@ class _Later:
         self.itself = self
 
 
-def _gone(model: weakref.ref[Any], owner: Owner, counted_out: list[bool]) -> None:
-    if not counted_out:  # inside a collection, which has taken the model too if it was to go
+def _gone(model: weakref.ref[Any], owner: Owner) -> None:
+    if not _left_by(model(), owner):
+        return
+    if _collecting() or not gc.isenabled():  # inside a collection, which has taken the model too if it was to go
         _left_behind(model, owner)
-    elif _left_by(model(), owner):
+    else:
         weakref.finalize(_Later(), _left_behind, model, owner).atexit = False
+
+
+def _collecting() -> bool:
+    """Whether a garbage collection is under way: another does nothing then."""
+    probe = weakref.ref(_Later())
+    gc.collect(0)
+    return probe() is not None
 
 
 def _left_by(model: nn.Module | None, owner: Owner) -> list[nn.Module]:

@@ -67,10 +67,10 @@ def enter(
     updates = updates_in(states)
     watch = OptimizerWatch(guard.model, updates, form)
     owner = Owner(guard, watch)
-    fields |= {"_hold": Hold(guard.model, owner)}
+    fields |= {"_watch_optimizers": watch, "_hold": Hold(guard.model, owner)}
     modules = [module for update in updates for module in update.layer.modules]
     arrange = partial(_constrained, guard, updates, records(guard, owner))
-    carry_out(guard, writes, arrange, {**others, **fields}, modules, watch)
+    carry_out(guard, writes, arrange, {**others, **fields}, modules)
 
 
 def _constrained(guard: NullSpace, updates: list[Update], kept: Mapping[nn.Module, Before]) -> None:
@@ -93,7 +93,7 @@ def _constrained(guard: NullSpace, updates: list[Update], kept: Mapping[nn.Modul
 
 def leave(guard: NullSpace, states: States, tasks: Tasks, phase: str, writes: list[Swap]) -> None:
     """Ordinary modules again, with these values in them."""
-    fields = {"_protected": states, "_tasks": tasks, "_flags": [], "_phase": phase, "_hold": None}
+    fields = {"_protected": states, "_tasks": tasks, "_flags": [], "_phase": phase}
     updates = updates_of(guard)
     modules = [module for update in updates for module in update.layer.modules]
     carry_out(guard, writes, partial(_ordinary, guard, updates), fields, modules)
