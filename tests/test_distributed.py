@@ -2,53 +2,17 @@
 
 from __future__ import annotations
 
-import os
-import socket
-import tempfile
-import traceback
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import ness
 from helpers import low_rank, named
-
-Work = Callable[[int, Path], Any]
-
-
-def _enter(rank: int, work: Work, port: int, folder: str, results: Any) -> None:
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
-    try:
-        results[rank] = ("ok", work(rank, Path(folder)))
-    except ness.NessError as error:
-        results[rank] = ("error", str(error))
-    except Exception:
-        results[rank] = ("bug", traceback.format_exc())
-    finally:
-        dist.destroy_process_group()
-
-
-def on_two_ranks(work: Work) -> list[Any]:
-    """Run `work(rank, folder)` in two processes; what each returned, or the text of its NessError."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder, mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_enter, args=(work, port, folder, results), nprocs=2)  # type: ignore[no-untyped-call]
-        found = [results[rank] for rank in range(2)]
-    for kind, value in found:
-        assert kind != "bug", value
-    return [value for _, value in found]
+from two_ranks import Work, on_two_ranks
 
 
 def _model() -> nn.Module:

@@ -75,3 +75,23 @@ def total(number: int) -> int:
     held = torch.tensor(number, dtype=torch.int64)
     sum_([held])
     return int(held)
+
+
+def sharded(tensor: Tensor) -> bool:
+    """Whether each rank has a part of it alone, as `fully_shard` leaves parameters outside of a forward pass."""
+    return hasattr(tensor, "full_tensor")
+
+
+def gathered(tensor: Tensor) -> Tensor:
+    """The whole of a tensor that is sharded over ranks, which all of them must ask for; any other as it is."""
+    if not sharded(tensor):
+        return tensor
+    whole: Tensor = tensor.full_tensor()  # type: ignore[attr-defined]
+    return whole
+
+
+def as_sharded(value: Tensor, like: Tensor) -> Tensor:
+    """The part of a whole tensor that this rank has, cut as another one is."""
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(value, like.device_mesh, like.placements)  # type: ignore[attr-defined]

@@ -26,7 +26,7 @@ from ness.updates.optimizers import OptimizerWatch
 from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.changes import Change, whole
-from ness.verbs.checks import check_guard_options
+from ness.verbs.checks import check_guard_options, place_of_statistics
 from ness.verbs.constraining import Options, Progress, constrain
 from ness.verbs.exporting import Exports
 from ness.verbs.observing import Observes, observed, reduce
@@ -66,9 +66,10 @@ class NullSpace(Observes, Exports):
         norm: "freeze" affine parameters and statistics of norm layers, or keep a copy "per_task".
         private_basis: tasks use the same private directions, "shared", chosen once and grown where a task asks for
             more; or choose and keep their own, "per_task".
-        statistics_device: where Grams live; by default on each layer's own device.
-        statistics_dtype: `torch.float32` multiplies blocks in float32: faster on some cards, and Grams are right to
-            1e-6 instead of 1e-10, so that no drift under a thousandth of a layer's outputs can be told from none.
+        statistics_device: where Grams live; by default on each layer's own device. "disk:FOLDER" keeps them in files
+            there, which are gone with the guard: `save` keeps what was observed.
+        statistics_dtype: `torch.float32` takes and keeps Grams in float32: half the memory, faster, and right to 1e-6
+            instead of 1e-10, so that no drift under a thousandth of a layer's outputs can be told from none.
     """
 
     def __init__(
@@ -88,7 +89,7 @@ class NullSpace(Observes, Exports):
         self.model, self.rule = model, rule
         self.include, self.exclude = as_patterns(include, "include"), as_patterns(exclude, "exclude")
         self.bias, self.norm, self.private_basis = bias, norm, private_basis
-        self.statistics_device = None if statistics_device is None else torch.device(statistics_device)
+        self.statistics_device, self._statistics_folder = place_of_statistics(statistics_device)
         self.statistics_dtype = statistics_dtype
         self._found = discover(model, self.include, self.exclude)
         self._shape = shape_of(model)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from ness import distributed
 from ness._files import write_together
 from ness._version import __version__
+from ness.distributed import gathered
 from ness.errors import NessError, warn
 from ness.layers import AttentionInput, AttentionOutput, ConvLayer, Layer, TransposedLinearLayer
 from ness.layers.names import listed
@@ -144,7 +145,7 @@ def _drift(guard: NullSpace, name: str, whole: Factors, cut: Factors) -> float:
     """RMS over all observed rows of what cutting an update changes in the layer's outputs."""
     state = guard._protected[name]
     gram, width = state.moments.gram, state.layer.fan_in
-    error = (cut.change() - whole.change()).to(gram.matrix.device)
+    error = (cut.change() - whole.change()).to(gram.device)
     square = ((error @ gram.matrix[:, :width, :width]) * error).sum().clamp(min=0)
     return float((square / max(1, gram.count)).sqrt())
 
@@ -263,7 +264,7 @@ def _trained_elsewhere(guard: NullSpace) -> tuple[list[str], dict[str, Tensor]]:
     state: dict[str, Tensor] = {}
     for name in whole:
         state |= modules[name].state_dict(prefix=f"{name}.")
-    return whole, {key: value.detach() for key, value in state.items()}
+    return whole, {key: gathered(value.detach()) for key, value in state.items()}
 
 
 def _trains(module: nn.Module) -> bool:

@@ -16,6 +16,8 @@ pytestmark = [
 CASES: list[tuple[str, dict[str, Any]]] = [
     ("gpm", {}),
     ("sgp", {}),
+    ("cuber", {"trust": 0.3}),
+    ("cuber", {"trust": 0.3, "agreement": -1.0, "network": tiny.WITHOUT_BIAS}),
     ("dfgp", {}),
     ("trgp", {}),
     ("trgp", {"network": tiny.WITHOUT_BIAS}),

@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from ness.distributed import gathered
+
 Rows = Tensor  # (groups, n, d), or (groups, samples, …) whose entries are those of the rows, in their order
 #: Takes the rows of one forward call and the outputs that belong to them.
 Record = Callable[[Rows, Tensor], None]
@@ -92,7 +94,17 @@ class Layer(ABC):
 
     def stored(self) -> Tensor:
         """[W b] as the model stores it, (groups, o, width), a copy in the parameter's own dtype."""
-        return self.joint(self.weight.detach(), None if self.bias is None else self.bias.detach())
+        weight, bias = gathered(self.weight.detach()), self.bias
+        return self.joint(weight, None if bias is None else gathered(bias.detach()))
+
+    def differs(self, matrix: Tensor) -> Tensor:
+        """Whether the model stores another [W b] than this one (groups, o, width): (), bool, without waiting for it."""
+        weight = self.weight.detach() if self.weight_part is None else self.weight.detach()[self.weight_part]
+        found = (self.to_matrix(weight).to(matrix.device) != matrix[..., : self.fan_in]).any()
+        if self.bias is None:
+            return found
+        bias = self.bias.detach() if self.bias_part is None else self.bias.detach()[self.bias_part]
+        return found | (bias.reshape(self.groups, self.outputs).to(matrix.device) != matrix[..., self.fan_in]).any()
 
     def joint(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[W b] (groups, o, width) of a parameter pair."""

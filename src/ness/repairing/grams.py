@@ -19,7 +19,8 @@ from ness.repairing.weights import Target
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of_batch
-from ness.statistics.recorder import Forward, Recorder, Watch, batches_of, call_model
+from ness.statistics.recorder import Forward, Recorder, batches_of, call_model
+from ness.statistics.watch import Watch
 
 #: Called with the stage, how many batches of it are done, and how many there are (None where that is not known).
 Progress = Callable[[str, int, int | None], None]
@@ -113,8 +114,8 @@ def observe(
     device: torch.device | str | None,
 ) -> dict[str, Gram]:
     """Grams of the targets' inputs by target name, under the weights that the model has now."""
-    books = {target.layer.name: _books(target.layer, device) for target in targets}
-    recorder = Recorder(books.__getitem__, dtype)
+    books = {target.layer.name: _books(target.layer, device, dtype) for target in targets}
+    recorder = Recorder(books.__getitem__)
     Rows(model, recorder, forward, mask).watch([target.layer for target in targets], batches)
     if recorder.unmasked:
         names = list(recorder.unmasked)
@@ -122,11 +123,13 @@ def observe(
     return {target.name: books[target.layer.name].gram for target in targets}
 
 
-def _books(layer: Layer, device: torch.device | str | None) -> Moments:
-    """A Gram of no rows, and none of the moments that only a guard needs."""
-    gram = Gram.zeros(layer.groups, layer.width, device or layer.weight.device)
-    none = torch.zeros((), dtype=torch.float64, device=gram.matrix.device)
-    return Moments(gram, none, none, none.clone())
+def _books(layer: Layer, device: torch.device | str | None, dtype: torch.dtype) -> Moments:
+    """A Gram of no rows."""
+    return Moments.zeros(layer.groups, layer.outputs, layer.width, device or layer.weight.device, dtype=_kept_in(dtype))
+
+
+def _kept_in(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype == torch.float32 else torch.float64
 
 
 def reshaper_of(
@@ -136,7 +139,7 @@ def reshaper_of(
 
     Without a changed bias the inputs' own block of the Grams is used.
     """
-    mean_old, mean_new = mean_gram(old), None if new is None else mean_gram(new).to(old.matrix.device)
+    mean_old, mean_new = mean_gram(old), None if new is None else mean_gram(new).to(old.device)
     width, fan_in = target.width, target.layer.fan_in
     mean_old = mean_old[..., :width, :width]
     mean_new = None if mean_new is None else mean_new[..., :width, :width]
@@ -209,7 +212,7 @@ def groups_within(targets: Sequence[Target], memory: float | None, with_new: boo
 
 
 def bytes_of(target: Target, with_new: bool) -> int:
-    """Bytes of a layer's float64 statistics at their peak: its Grams, and one more while a pass is under way."""
+    """Bytes of a layer's float64 statistics at their peak: its Grams, and one more while they are solved for."""
     layer = target.layer
     return 8 * layer.groups * layer.width**2 * (3 + with_new)
 

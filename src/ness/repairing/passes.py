@@ -179,7 +179,7 @@ def observe_pairs(work: Work, group: Sequence[Target], values: Mapping[str, Tens
 def repair_layer(work: Work, target: Target, old: Gram, pair: Paired, values: Values) -> RepairRow:
     """Solve for one layer, write its weights among the values, and say what became of its change."""
     options, weights = work.options, work.weights
-    device = old.matrix.device
+    device = old.device
     new = Gram(pair.repaired.to(device), pair.count)
     reshaper, scale = reshaper_of(target, old, new, options.ridge, options.dtype)
     width, count = target.width, max(1, pair.count)

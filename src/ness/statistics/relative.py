@@ -86,7 +86,7 @@ class Relative:
 
 def relative_weight(task: Moments) -> float | None:
     """1/E_j; 0 where the rows are all zeros, too; None where no fraction describes: rows gave 0, or overflow."""
-    energy, rows = float(task.energy), float(task.gram.matrix.diagonal(dim1=-2, dim2=-1).sum())
+    energy, rows = float(task.energy), float(task.gram.diagonal().sum())
     if rows == 0:
         return 0.0
     fits = 0 < energy < math.inf and math.isfinite(rows / energy) and math.isfinite(1 / energy)
@@ -144,7 +144,7 @@ def along(moments: Moments, base: Tensor, step: Tensor) -> tuple[float, float, f
     """(a, b, t) of Σ drift(base + c·step) = a c² + 2 b c + t, for D before the update and the update itself."""
     moved = step @ moments.gram.matrix
     square = float((moved * step).sum())
-    slope = float((moved * base).sum() - (step * moments.cross).sum())
+    slope = float((moved * base).sum()) - (0.0 if moments.cross is None else float((step * moments.cross).sum()))
     return max(0.0, square), slope, float(moments.drift(base).sum())
 
 

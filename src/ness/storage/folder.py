@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ness._files import locked, make_folder, read_bytes, reason, remove_abandoned, write_bytes
 from ness._version import __version__
+from ness.distributed import gathered
 from ness.errors import NessError
 from ness.storage import manifest as manifests
 from ness.storage.manifest import FORMAT, SCHEMA
@@ -208,7 +209,7 @@ def _described_tensors(folder: Path, described: Mapping[str, Any]) -> dict[str, 
 
 def fingerprint(tensor: Tensor) -> str:
     """A short hash of a tensor's dtype, shape and exact values: equal models have equal fingerprints."""
-    data = tensor.detach().cpu().contiguous()
+    data = gathered(tensor.detach()).cpu().contiguous()
     digest = hashlib.sha256(f"{data.dtype}{tuple(data.shape)}".encode())
     digest.update(data.reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()[:16]

@@ -13,10 +13,17 @@ from ness.errors import NessError
 from ness.layers import Layer
 from ness.layers.norms import NormValues, norm_swaps, read_norms
 from ness.rules import rule_from_dict, rule_to_dict
-from ness.statistics.gram import Gram
-from ness.statistics.moments import Moments
-from ness.statistics.relative import Relative
 from ness.storage.folder import fingerprint
+from ness.storage.moments import (
+    Triangles,
+    describe_relative,
+    moments_of,
+    pack_moments,
+    relative_of,
+    tensor_of,
+    with_repeats,
+    without_repeats,
+)
 from ness.storage.placing import check_accounted, check_weights, place
 from ness.tasks import Tasks
 from ness.updates.constraint import Constraint, Factors, Figures
@@ -25,6 +32,7 @@ from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
 from ness.updates.saving import as_it_runs, updates_in
 from ness.updates.update import Projector, Update
+from ness.verbs.observing import new_state
 from ness.verbs.remainder import Remainder
 from ness.verbs.transitions import enter
 
@@ -37,7 +45,8 @@ Tensors = dict[str, Tensor]
 def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
     """Everything a guard knows."""
     tensors: Tensors = {}
-    layers = {name: _pack_layer(protected, tensors) for name, protected in guard._protected.items()}
+    known: Triangles = {}
+    layers = {name: _pack_layer(protected, tensors, known) for name, protected in guard._protected.items()}
     tasks = guard._tasks
     for number, (task, norms) in enumerate(tasks.norms.items()):
         tensors |= {f"norms/{number}/{key}": value for key, value in norms.items()}
@@ -72,27 +81,28 @@ def pack(guard: NullSpace) -> tuple[Tensors, dict[str, Any]]:
             },
         },
     }
-    return tensors, manifest
+    aliases = without_repeats(tensors)
+    return tensors, manifest | ({"aliases": aliases} if aliases else {})
 
 
-def _pack_layer(protected: LayerState, tensors: Tensors) -> dict[str, Any]:
+def _pack_layer(protected: LayerState, tensors: Tensors, known: Triangles) -> dict[str, Any]:
     layer, at = protected.layer, f"layers/{protected.layer.name}"
-    tensors |= _pack_moments(protected.moments, at)
+    tensors |= pack_moments(protected.moments, at, known)
     if protected.pending is not None:
-        tensors |= _pack_moments(protected.pending, f"{at}/pending")
+        tensors |= pack_moments(protected.pending, f"{at}/pending", known)
     tensors |= {f"{at}/anchor": protected.anchor, f"{at}/spent": protected.spent}
     relative = protected.relative
     if relative is not None:
-        tensors |= _pack_moments(relative.folded, f"{at}/relative")
+        tensors |= pack_moments(relative.folded, f"{at}/relative", known)
         if relative.fresh is not None:
-            tensors |= _pack_moments(relative.fresh, f"{at}/fresh")
+            tensors |= pack_moments(relative.fresh, f"{at}/fresh", known)
     entry: dict[str, Any] = {
         **_shape(protected),
         "weights": fingerprint(layer.stored()),
         "count": protected.moments.gram.count,
         "calls": protected.moments.calls,
         "pending": None if protected.pending is None else [protected.pending.gram.count, protected.pending.calls],
-        "relative": None if relative is None else _describe_relative(relative),
+        "relative": None if relative is None else describe_relative(relative),
         "merges": protected.merges,
         "last": asdict(protected.last),
     }
@@ -125,27 +135,9 @@ def _as_state_dicts_have_it(layer: Layer) -> Tensor:
         return layer.joint(values[layer.weight_name], None if layer.bias is None else values[str(layer.bias_name)])
 
 
-def _describe_relative(relative: Relative) -> dict[str, Any]:
-    return {
-        "folded": [relative.folded.gram.count, relative.folded.calls],
-        "fresh": None if relative.fresh is None else [relative.fresh.gram.count, relative.fresh.calls],
-        "travel": relative.travel,
-        "silent": relative.silent,
-    }
-
-
 def _shape(protected: LayerState) -> dict[str, Any]:
     layer = protected.layer
     return {"kind": layer.kind, "groups": layer.groups, "outputs": layer.outputs, "width": layer.width}
-
-
-def _pack_moments(moments: Moments, at: str) -> Tensors:
-    return {
-        f"{at}/gram": moments.gram.matrix,
-        f"{at}/cross": moments.cross,
-        f"{at}/square": moments.square,
-        f"{at}/energy": moments.energy,
-    }
 
 
 def _pack_update(update: Update, at: str, tensors: Tensors) -> dict[str, Any]:
@@ -175,7 +167,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
     from ness.guard import NullSpace
 
     try:
-        tensors, manifest = place(model, tensors, manifest)
+        tensors, manifest = place(model, *with_repeats(tensors, manifest))
         guard = NullSpace(
             model,
             rule=rule_from_dict(manifest["rule"]),
@@ -201,6 +193,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     if guard.constrained:
         raise NessError("load_state: the guard is constrained; call merge() or discard() first")
     try:
+        tensors, manifest = with_repeats(tensors, manifest)
         check_accounted(tensors, manifest)
         protected = {name: _unpack_layer(guard, name, entry, tensors) for name, entry in manifest["layers"].items()}
         task_names, tasks = list(manifest["tasks"]["names"]), dict(manifest["tasks"])
@@ -255,31 +248,31 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
             f"the saved guard is for another model: it protects {name!r}, which this model has neither "
             "under this name nor under one with a prefix"
         )
-    protected = LayerState(layer, guard.statistics_device or layer.weight.device, guard.rule.relative)
+    protected = new_state(guard, name, guard.statistics_device or layer.weight.device)
     found, expected = {key: entry[key] for key in _shape(protected)}, _shape(protected)
     if found != expected:
         raise NessError(f"the saved guard is for another model: layer {name!r} was {found}, here it is {expected}")
     at, device = f"layers/{name}", protected.anchor.device
-    anchor = _tensor(tensors, f"{at}/anchor", protected.anchor.shape)
+    anchor = tensor_of(tensors, f"{at}/anchor", protected.anchor.shape)
     if entry["weights"] != fingerprint(layer.stored()) and _base(protected, entry, tensors) is None:
         check_weights(layer, entry, anchor, held="constraint" in entry or f"{at}/shared" in tensors)
-    protected.moments = _moments(protected, tensors, at, entry["count"], entry["calls"])
+    protected.moments = moments_of(protected, tensors, at, entry["count"], entry["calls"])
     if entry["pending"] is not None:
-        protected.pending = _moments(protected, tensors, f"{at}/pending", *entry["pending"])
-    protected.relative = _relative(protected, tensors, at, entry.get("relative"))
-    protected.anchor = anchor.to(device, copy=True)  # in the dtype it had: drift counts from the weights observed
-    protected.spent = _tensor(tensors, f"{at}/spent", protected.spent.shape).clone()
+        protected.pending = moments_of(protected, tensors, f"{at}/pending", *entry["pending"])
+    protected.relative = relative_of(protected, tensors, at, entry.get("relative"))
+    protected.anchor = protected._kept(anchor.to(device, copy=True))  # in the dtype it had: drift counts from there
+    protected.spent = tensor_of(tensors, f"{at}/spent", protected.spent.shape).clone()
     protected.merges, protected.last = int(entry["merges"]), Figures(**entry["last"])
     if "directions" in entry:
         shape = (layer.groups, layer.width, int(entry["directions"]))
-        protected.directions = _tensor(tensors, f"{at}/directions", shape).to(device, copy=True)
+        protected.directions = tensor_of(tensors, f"{at}/directions", shape).to(device, copy=True)
     if f"{at}/shared" in tensors:
-        protected.shared = _tensor(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
+        protected.shared = tensor_of(tensors, f"{at}/shared", protected.anchor.shape).to(layer.weight.device, copy=True)
     if "factors" in entry:
         left, right = (layer.groups, layer.outputs, entry["factors"]), (layer.groups, entry["factors"], layer.width)
         here = layer.weight.device
         protected.factors = Factors(
-            _tensor(tensors, f"{at}/left", left).to(here), _tensor(tensors, f"{at}/right", right).to(here)
+            tensor_of(tensors, f"{at}/left", left).to(here), tensor_of(tensors, f"{at}/right", right).to(here)
         )
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
@@ -291,37 +284,18 @@ def _base(protected: LayerState, entry: Mapping[str, Any], tensors: Mapping[str,
     layer = protected.layer
     if entry.get("running") != fingerprint(layer.stored()):
         return None
-    base = _tensor(tensors, f"layers/{layer.name}/base", layer.stored().shape)
+    base = tensor_of(tensors, f"layers/{layer.name}/base", layer.stored().shape)
     if fingerprint(base) != entry["weights"]:
         raise NessError(f"the saved guard is damaged: the base of layer {layer.name!r} is another one; save it again")
     return base
 
 
-def _tensor(tensors: Mapping[str, Tensor], key: str, shape: torch.Size | tuple[int, ...]) -> Tensor:
-    if key not in tensors or tensors[key].shape != torch.Size(shape):
-        found = tuple(tensors[key].shape) if key in tensors else "nothing"
-        raise NessError(f"the saved guard is damaged: {key} is {found}, expected {tuple(shape)}; save it again")
-    return tensors[key]
-
-
-def _moments(protected: LayerState, tensors: Mapping[str, Tensor], at: str, count: int, calls: int) -> Moments:
-    like = protected.moments
-    device = protected.anchor.device
-    return Moments(
-        Gram(_tensor(tensors, f"{at}/gram", like.gram.matrix.shape).to(device, copy=True), int(count)),
-        _tensor(tensors, f"{at}/cross", like.cross.shape).to(device, copy=True),
-        _tensor(tensors, f"{at}/square", like.square.shape).to(device, copy=True),
-        _tensor(tensors, f"{at}/energy", like.energy.shape).to(device, copy=True),
-        int(calls),
-    )
-
-
 def _private_part(protected: LayerState, tensors: Mapping[str, Tensor], at: str, width: int) -> PrivatePart:
     layer, device = protected.layer, protected.anchor.device
-    coefficients = _tensor(tensors, f"{at}/coefficients", (layer.groups, layer.outputs, width))
+    coefficients = tensor_of(tensors, f"{at}/coefficients", (layer.groups, layer.outputs, width))
     coefficients = coefficients.to(layer.weight.device, copy=True)
     if f"{at}/directions" in tensors:
-        own = _tensor(tensors, f"{at}/directions", (layer.groups, layer.width, width))
+        own = tensor_of(tensors, f"{at}/directions", (layer.groups, layer.width, width))
         return PrivatePart(coefficients, own.to(device, copy=True))
     held = 0 if protected.directions is None else protected.directions.shape[-1]
     if width > held:
@@ -329,26 +303,10 @@ def _private_part(protected: LayerState, tensors: Mapping[str, Tensor], at: str,
     return PrivatePart(coefficients)
 
 
-def _relative(
-    protected: LayerState, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any] | None
-) -> Relative | None:
-    if (entry is None) != (protected.relative is None):
-        found, wanted = ("no", "needs it") if entry is None else ("each", "has no use for it")
-        raise NessError(
-            f"the saved guard keeps {found} task's own drift in layer {protected.layer.name!r}, and this guard's rule "
-            f"{wanted}; load it with the rule it was saved with"
-        )
-    if entry is None:
-        return None
-    fresh = None if entry["fresh"] is None else _moments(protected, tensors, f"{at}/fresh", *entry["fresh"])
-    folded = _moments(protected, tensors, f"{at}/relative", *entry["folded"])
-    return Relative(folded, fresh, entry["travel"], bool(entry["silent"]))
-
-
 def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> Constraint:
     layer, device = protected.layer, protected.anchor.device
     groups = (layer.groups,)
-    tau, sigma = (_tensor(tensors, f"{at}/{key}", groups).to(device) for key in ("tau", "sigma"))
+    tau, sigma = (tensor_of(tensors, f"{at}/{key}", groups).to(device) for key in ("tau", "sigma"))
     unscaled = tensors[f"{at}/unscaled"].to(device)
     if "way" not in entry:
         return Constraint(int(entry["rank"]), tau, sigma, unscaled, None)
@@ -362,7 +320,7 @@ def _constraint(protected: LayerState, tensors: Mapping[str, Tensor], at: str, e
         projector = Projector(entry["projector"], matrix, tensors[f"{at}/scale"].to(here))
     private = int(entry.get("private", 0))
     update = Update(layer, entry["way"], basis, projector, private)
-    saved = _tensor(tensors, f"{at}/parameter", update.parameter.shape)
+    saved = tensor_of(tensors, f"{at}/parameter", update.parameter.shape)
     update.parameter.data.copy_(saved)
     if f"{at}/limit" in tensors:
         update.sizes, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
@@ -375,20 +333,20 @@ def _columns(
     layer, device, private = protected.layer, protected.anchor.device, int(entry.get("private", 0))
     if not private:
         return None
-    directions = _tensor(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
-    mixing = _tensor(tensors, f"{at}/mixing", (layer.groups, private, private)).to(device)
+    directions = tensor_of(tensors, f"{at}/columns", (layer.groups, layer.width, private)).to(device)
+    mixing = tensor_of(tensors, f"{at}/mixing", (layer.groups, private, private)).to(device)
     return PrivateColumns(directions, mixing, bool(entry.get("own", False)))
 
 
 def _low_rank(layer: Layer, tensors: Mapping[str, Tensor], at: str, entry: Mapping[str, Any]) -> LowRankUpdate:
     groups, here, private = layer.groups, layer.weight.device, int(entry["private"])
     down, matrix = tensors[f"{at}/down"], tensors[f"{at}/free"].to(here)
-    _tensor(tensors, f"{at}/down", (groups, down.shape[-2], layer.fan_in))
-    _tensor(tensors, f"{at}/free", (groups, layer.fan_in, matrix.shape[-1]))
+    tensor_of(tensors, f"{at}/down", (groups, down.shape[-2], layer.fan_in))
+    tensor_of(tensors, f"{at}/free", (groups, layer.fan_in, matrix.shape[-1]))
     free = Projector(entry["free"], matrix, matrix.new_ones(layer.fan_in), bool(entry["cuts"]))
-    kept = _tensor(tensors, f"{at}/kept", (groups, layer.fan_in, private)).to(here)
+    kept = tensor_of(tensors, f"{at}/kept", (groups, layer.fan_in, private)).to(here)
     update = LowRankUpdate(layer, entry["way"], free, down.to(here, copy=True), kept)
-    update.parameter.data.copy_(_tensor(tensors, f"{at}/parameter", update.parameter.shape))
+    update.parameter.data.copy_(tensor_of(tensors, f"{at}/parameter", update.parameter.shape))
     if f"{at}/limit" in tensors:
         update.sized, update.limit = tensors[f"{at}/sizes"].to(here), tensors[f"{at}/limit"].to(here)
     return update

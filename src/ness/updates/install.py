@@ -15,6 +15,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
+from ness.distributed import sharded
 from ness.updates import saving
 from ness.updates.saving import PREFIX, UPDATES
 from ness.updates.update import Update
@@ -95,8 +96,8 @@ def _reader(name: str) -> property:
 
     def read(module: nn.Module) -> Tensor | None:
         value: Tensor | None = module._parameters[name]
-        if value is None:
-            return None
+        if value is None or sharded(value):  # outside of a forward pass only the one who shards it asks
+            return value
         for update in module.__dict__[UPDATES]:
             if name in (update.layer.weight_name, update.layer.bias_name):
                 value = update.add(name, value)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ness import distributed
 from ness.certificate import CertificateRow
 from ness.errors import NessError
 from ness.layers import Layer
 from ness.rules import Rule, Selection
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
+from ness.statistics.on_disk import zeros_on_disk
 from ness.statistics.relative import BudgetInfo, Relative, shrink, update_ratio
 from ness.statistics.spectrum import Spectrum, decompose
 from ness.updates.constraint import Constraint, Factors, Figures
@@ -31,11 +32,18 @@ class LayerState:
     original in one step when all is done, and what is to be written to the model is handed back.
     """
 
-    def __init__(self, layer: Layer, device: torch.device, relative: bool = False) -> None:
-        self.layer = layer
-        self.anchor = layer.stored().to(device)  # [W b] when last observed, (groups, o, width), the parameter's dtype
-        self.moments = self._no_rows()
-        self.relative = Relative(self._no_rows()) if relative else None  # each task's own drift, where a rule asks
+    def __init__(
+        self,
+        layer: Layer,
+        device: torch.device,
+        relative: bool = False,
+        dtype: torch.dtype = torch.float64,
+        folder: Path | None = None,
+    ) -> None:
+        self.layer, self.dtype, self.folder = layer, dtype, folder  # the latter two: of the Grams
+        self.anchor = self._kept(layer.stored().to(device))  # [W b] when last observed, (groups, o, width)
+        self.moments = self.no_rows()
+        self.relative = Relative(self.no_rows()) if relative else None  # each task's own drift, where a rule asks
         self.pending: Moments | None = None  # observed by this rank, not yet summed over ranks
         self.spent = torch.zeros(2, layer.groups, dtype=torch.float64)  # Σ σ_sel‖A‖₂ and Σ σ_sel‖A‖_F of merged tasks
         self.merges = 0
@@ -65,12 +73,26 @@ class LayerState:
 
     # -- observing --------------------------------------------------------------------------------------------------
 
-    def _no_rows(self) -> Moments:
-        return Moments.zeros(self.layer.groups, self.layer.outputs, self.layer.width, self.anchor.device)
+    def no_rows(self) -> Moments:
+        """The moments of no rows of this layer."""
+        layer, kept = self.layer, {"dtype": self.dtype, "folder": self.folder}
+        return Moments.zeros(layer.groups, layer.outputs, layer.width, self.anchor.device, **kept)
+
+    def _kept(self, matrix: Tensor) -> Tensor:
+        """Weights to be kept where the statistics are, in their own dtype."""
+        if self.folder is None:
+            return matrix
+        return zeros_on_disk(self.folder, tuple(matrix.shape), matrix.dtype).copy_(matrix)
 
     def change(self) -> Tensor:
         """D = W − W_a (groups, o, width) in float64, of the shared weights as they are now."""
         return self.running().to(self.anchor.device) - self.anchor.to(torch.float64)
+
+    def moved(self) -> Tensor:
+        """Whether the weights are no longer those of the anchor: (), bool, on the device, for nobody to wait."""
+        if self.part is not None:
+            return (self.shared_weights().to(self.anchor.device) != self.anchor).any()
+        return self.layer.differs(self.anchor)
 
     def rebase_anchor(self) -> None:
         """Move the anchor to the weights as they are now, so that new rows drift from here."""
@@ -81,46 +103,7 @@ class LayerState:
                 moments.move_anchor_(change)
         if self.relative is not None:
             self.relative.move_anchor_(change)
-        self.anchor = now
-
-    def accumulator(self) -> Moments:
-        """Where new rows are added from now on: the moments, or where several are to have them what is pending.
-
-        Nothing else knows these tensors, so they are added to in place.
-        """
-        if not distributed.active() and self.relative is None:
-            self.moments = self.moments.opened() if self.moments.gram.count else self._no_rows()
-            return self.moments
-        self.pending = self._no_rows() if self.pending is None else self.pending.opened()
-        return self.pending
-
-    def commit_pending(self) -> None:
-        """What was observed is complete: among one process alone every moment takes it."""
-        if self.pending is None or distributed.active():
-            return
-        for target in self._known():
-            target.add_(self.pending)
-        self.pending = None
-
-    def _known(self) -> list[Moments]:
-        """The moments that new rows enter."""
-        return [self.moments] if self.relative is None else [self.moments, self.relative.newest()]
-
-    def reduce(self) -> None:
-        """Sum over all ranks what was not summed yet; a rank that saw nothing adds zeros.
-
-        Moments add up against one anchor only, and a rank that did not observe has an older one: all take today's.
-        """
-        self.rebase_anchor()
-        pending = self._no_rows()
-        if self.pending is not None:
-            pending.add_(self.pending)
-        distributed.sum_([pending.gram.matrix, pending.cross, pending.square, pending.energy])
-        pending.gram.count = distributed.total(pending.gram.count)
-        pending.calls = distributed.total(pending.calls)
-        for known in self._known():
-            known.add_(pending)
-        self.pending = None
+        self.anchor = self._kept(now)
 
     # -- constraining -----------------------------------------------------------------------------------------------
 
@@ -138,7 +121,7 @@ class LayerState:
 
         With the constant column at the inputs' own size, ranks do not change when the inputs are scaled.
         """
-        scale = torch.ones(self.layer.width, dtype=torch.float64, device=self.moments.gram.matrix.device)
+        scale = torch.ones(self.layer.width, dtype=torch.float64, device=self.moments.gram.device)
         if self.layer.bias is not None:
             rms = self.input_rms() if bias == "constrain" else 0.0
             scale[-1] = 1.0 if bias == "constrain" and rms == 0 else rms
@@ -151,7 +134,7 @@ class LayerState:
 
     def group_energy(self) -> Tensor:
         """Σ‖x‖² of each group (groups,), the constant of a bias not counted."""
-        return self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1)[:, : self.layer.fan_in].sum(dim=-1)
+        return self.moments.gram.diagonal()[:, : self.layer.fan_in].sum(dim=-1)
 
     def spectrum(self, bias: str, private: int = 0) -> Spectrum:
         """Eigen-decomposition of S C S (relative: of S R S) beside k private directions.
@@ -185,7 +168,7 @@ class LayerState:
     def no_spectrum(self, bias: str, private: int = 0) -> Spectrum:
         """Room for a spectrum that rank 0 computes."""
         groups, width = self.layer.groups, self._free_width(bias)
-        room = self.moments.gram.matrix.new_zeros
+        room = self.moments.square.new_zeros
         spectrum = Spectrum(room(groups, width - private), room(groups, width, width - private), room(groups), 0)
         if private:
             whole = room(groups, width) if self.relative is None else None
@@ -278,7 +261,7 @@ class LayerState:
         epsilon = torch.finfo(self.layer.weight.dtype).eps
         weight = float(self.running().square().sum().sqrt())
         change = float((self.layer.width * self.change().square().sum()).sqrt())
-        rows = float((self.moments.gram.matrix.diagonal(dim1=-2, dim2=-1).sum() / count).sqrt())
+        rows = float((self.moments.gram.diagonal().sum() / count).sqrt())
         return (self.merges + 1) * epsilon * (weight + change) * rows
 
     def swaps(self, matrix: Tensor, into: Sequence[Tensor] | None = None) -> list[Swap]:

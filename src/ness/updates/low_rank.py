@@ -60,23 +60,24 @@ class LowRankUpdate(Update):
     def __init__(self, layer: Layer, way: Way, free: Projector, down: Tensor, kept: Tensor) -> None:
         super().__init__(layer, way, kept, private=kept.shape[-1])  # `basis` is K alone, (groups, d, k)
         self.free = free  # M
-        self.down = nn.Parameter(down)  # B
-        self.parameter = nn.Parameter(kept.new_zeros(layer.groups, layer.outputs, down.shape[-2] + self.private))
+        columns = down.shape[-2] + self.private
+        self.made = {"": nn.Parameter(kept.new_zeros(layer.groups, layer.outputs, columns)), DOWN: nn.Parameter(down)}
         self.sized: Tensor | None = None  # Q diag(σ) of the free directions, (groups, d, n), where drift is limited
 
     @property
     def shared(self) -> int:
         """r, the columns that all tasks will share."""
-        return self.down.shape[-2]
+        return self.made[DOWN].shape[-2]
 
     @property
     def rank(self) -> int:
         """r."""
         return self.shared
 
-    def trained(self) -> dict[str, nn.Parameter]:
-        """A and B."""
-        return {"": self.parameter, DOWN: self.down}
+    @property
+    def down(self) -> Tensor:
+        """B."""
+        return self.live(DOWN)
 
     def limit_drift(self, sizes: Tensor, limit: float) -> None:
         """Keep ‖X ΔWᵀ‖_F ≤ limit in every forward; `sizes` is Q diag(σ) (groups, d, n) of the free directions."""
@@ -153,6 +154,5 @@ class LowRankUpdate(Update):
     def to(self, device: torch.device) -> None:
         """Follow the model to another device; dtypes stay."""
         super().to(device)
-        self.down.data = self.down.data.to(device)
         self.free = self.free.to(device)
         self.sized = None if self.sized is None else self.sized.to(device)

@@ -11,8 +11,10 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from ness.distributed import sharded
 from ness.errors import NessError, warn
 from ness.layers.names import listed
+from ness.updates.saving import PREFIX
 from ness.updates.update import Form, Update
 
 
@@ -48,13 +50,23 @@ class OptimizerWatch:
         known = self._updates.get(id(parameter))
         return known is not None and known[1]() is parameter
 
+    def _trains_shards(self, parameters: list[torch.Tensor]) -> bool:
+        """Whether these hold updates that somebody has sharded, which are other parameters than those made here."""
+        model = self._model()
+        ids = {id(parameter) for parameter in parameters if sharded(parameter)}
+        if model is None or not ids:
+            return False
+        return any(
+            id(p) in ids and f".{name}".rpartition(".")[2].startswith(PREFIX) for name, p in model.named_parameters()
+        )
+
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         refused = self._form == "sgd" and type(optimizer) is not torch.optim.SGD
         held = sum(len(group["params"]) for group in optimizer.param_groups)
         if self._seen.get(optimizer) == held and not refused:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        trains = any(self._trains(parameter) for parameter in parameters)
+        trains = any(self._trains(parameter) for parameter in parameters) or self._trains_shards(parameters)
         if trains and refused:
             raise NessError(
                 f"constrain(form='sgd') is exact for torch.optim.SGD alone; found {type(optimizer).__name__}, which "

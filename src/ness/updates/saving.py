@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from ness.distributed import as_sharded, gathered, sharded
 from ness.errors import NessError
 from ness.layers.names import listed
 from ness.storage.folder import fingerprint
@@ -78,8 +79,7 @@ def trained_in(module: nn.Module) -> dict[str, nn.Parameter]:
 
 def names_of(update: Update) -> dict[str, nn.Parameter]:
     """An update's trained parameters, by their names in its module: "ness_weight", for q of attention "…_q"."""
-    part = "" if update.layer.weight_part is None else f"_{update.layer.name[-1]}"
-    return {f"{PREFIX}{update.layer.weight_name}{part}{end}": value for end, value in update.trained().items()}
+    return {update.name_of(end): value for end, value in update.trained().items()}
 
 
 def base_in(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -92,7 +92,7 @@ def about(module: nn.Module) -> dict[str, Any]:
     """What the trained parameters of a module belong to, as plain JSON."""
     return {
         "schema": SCHEMA,
-        "base": {name: f"{value.dtype} {fingerprint(value)}" for name, value in base_in(module).items()},
+        "base": {name: f"{value.dtype} {fingerprint(gathered(value))}" for name, value in base_in(module).items()},
         "updates": {next(iter(names_of(update))): _about(update) for update in updates_in(module)},
     }
 
@@ -141,6 +141,9 @@ def write(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars
         return
     with torch.set_grad_enabled(keep_vars and torch.is_grad_enabled()):
         for name, value in as_it_runs(module, updates_in(module)).items():  # laid out in memory as the base is
+            if sharded(base[name]):
+                destination[prefix + name] = as_sharded(value.detach(), base[name])
+                continue
             like = torch.empty_like(base[name], requires_grad=False)
             destination[prefix + name] = value if keep_vars else like.copy_(value)
     for name, parameter in trained.items():
@@ -151,7 +154,7 @@ def write(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars
 
 def as_it_runs(module: nn.Module, updates: Iterable[Update]) -> dict[str, Tensor]:
     """W + ΔW and b + Δb of the module, by name, with these updates."""
-    values: dict[str, Tensor] = {**base_in(module)}
+    values: dict[str, Tensor] = {name: gathered(value) for name, value in base_in(module).items()}
     for update in updates:
         delta = update.delta()
         for name in (update.layer.weight_name, update.layer.bias_name):

@@ -20,8 +20,9 @@ import torch
 from torch import Tensor, nn
 
 from ness._precision import full_precision, product
+from ness.distributed import gathered
 from ness.layers import Layer, LinearLayer
-from ness.updates.saving import Passing
+from ness.updates.saving import PREFIX, Passing
 
 Form = Literal["any", "sgd"]
 Way = Literal["factored", "weight", "rows", "gradient"]
@@ -149,7 +150,7 @@ class Update:
         self.basis = basis  # B = [Q diag(s), K], (groups, width, r + k)
         self.private = private  # k, the last columns: the task's own
         self.projector = projector
-        self.parameter = nn.Parameter(basis.new_zeros(layer.groups, layer.outputs, columns))
+        self.made = {"": nn.Parameter(basis.new_zeros(layer.groups, layer.outputs, columns))}
         self.sizes: Tensor | None = None  # σ_i s_i, (groups, r): what a unit of A's column i moves all rows by
         self.limit: Tensor | None = None  # largest allowed ‖X ΔWᵀ‖_F, ()
         self.passing = Passing()
@@ -165,8 +166,28 @@ class Update:
         return int((self.basis[..., : self.shared] != 0).any(dim=-2).sum())
 
     def trained(self) -> dict[str, nn.Parameter]:
-        """What is trained, by what its name in the module ends with."""
-        return {"": self.parameter}
+        """What is trained, by what its name in the module ends with.
+
+        That is what the module holds: whoever shards a model (FSDP) puts parameters of his own in place of those made.
+        """
+        held, names = self.layer.module._parameters, {end: self.name_of(end) for end in self.made}
+        found = {end: held.get(names[end]) for end in self.made}
+        return {end: made if found[end] is None else found[end] for end, made in self.made.items()}  # type: ignore[misc]
+
+    def name_of(self, end: str = "") -> str:
+        """A trained parameter's name in its module: "ness_weight", for q of attention "ness_in_proj_weight_q"."""
+        part = "" if self.layer.weight_part is None else f"_{self.layer.name[-1]}"
+        return f"{PREFIX}{self.layer.weight_name}{part}{end}"
+
+    def live(self, end: str = "") -> Tensor:
+        """A trained parameter as it is now; one that is sharded over ranks is brought together."""
+        held = self.layer.module._parameters.get(self.name_of(end))
+        return gathered(self.made[end] if held is None else held)
+
+    @property
+    def parameter(self) -> Tensor:
+        """A, or ΔW."""
+        return self.live()
 
     def columns(self) -> Tensor:
         """B (groups, width, r + k): what ΔW's rows are made of."""
@@ -255,8 +276,8 @@ class Update:
             if self.way == "factored":
                 return layer.stored().to(torch.float64) + self.delta().to(torch.float64)
             delta = self.delta()
-            weight = self.add(layer.weight_name, layer.weight, delta)
-            bias = layer.bias
+            weight = self.add(layer.weight_name, gathered(layer.weight), delta)
+            bias = None if layer.bias is None else gathered(layer.bias)
             if bias is not None and layer.bias_name is not None:
                 return layer.joint(weight, self.add(layer.bias_name, bias, delta)).to(torch.float64)
             return layer.joint(weight, None).to(torch.float64)
@@ -265,7 +286,8 @@ class Update:
         """Follow the model to another device; dtypes stay."""
         if self.basis.device == device:
             return
-        self.parameter.data = self.parameter.data.to(device)
+        for made in self.made.values():
+            made.data = made.data.to(device)
         self.basis = self.basis.to(device)
         self.projector = None if self.projector is None else self.projector.to(device)
         self.sizes = None if self.sizes is None else self.sizes.to(device)

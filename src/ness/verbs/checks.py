@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from torch import nn
 
+from ness.distributed import sharded
 from ness.errors import NessError
 from ness.rules import Rule
 
@@ -32,6 +35,30 @@ def check_guard_options(
         raise NessError(f"NullSpace(private_basis={private_basis!r}): expected 'shared' or 'per_task'")
     if dtype not in (torch.float64, torch.float32):
         raise NessError(f"NullSpace(statistics_dtype={dtype}): expected torch.float64 or torch.float32")
+
+
+def place_of_statistics(device: torch.device | str | None) -> tuple[torch.device | None, Path | None]:
+    """Device and folder that `NullSpace(statistics_device=...)` means; None: each layer's own device, in memory."""
+    if device is None:
+        return None, None
+    if isinstance(device, str) and device.startswith("disk:"):
+        folder = Path(device.removeprefix("disk:")).expanduser()
+        if device == "disk:" or (folder.exists() and not folder.is_dir()):
+            raise NessError(f"NullSpace(statistics_device={device!r}): expected 'disk:FOLDER' with a folder's name")
+        return torch.device("cpu"), folder.absolute()
+    try:
+        return torch.device(device), None
+    except (RuntimeError, TypeError) as error:
+        raise NessError(
+            f"NullSpace(statistics_device={device!r}): expected a device such as 'cpu', or 'disk:FOLDER'"
+        ) from error
+
+
+def refuse_sharded(model: nn.Module, verb: str, way_out: str) -> None:
+    """Refuse a verb that needs whole weights on a model that `fully_shard` has cut up."""
+    name = next((name for name, parameter in model.named_parameters() if sharded(parameter)), None)
+    if name is not None:
+        raise NessError(f"{verb}: the model is sharded (FSDP): {name!r} is a DTensor; {way_out}")
 
 
 def check_constrain_options(

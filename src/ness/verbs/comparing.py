@@ -12,6 +12,7 @@ from ness.layers.norms import NormValues
 from ness.statistics.recorder import Forward
 from ness.updates.install import uninstall
 from ness.verbs.changes import Change, uninterrupted
+from ness.verbs.checks import refuse_sharded
 from ness.verbs.remainder import Swap
 from ness.verbs.transitions import updates_of
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 def compare(guard: NullSpace, batches: Any, forward: Forward | None) -> Comparison:
     """See `NullSpace.compare`."""
+    refuse_sharded(guard.model, "compare", "compare in a process without sharding: NullSpace.load(folder, model)")
     if not guard._protected:
         raise NessError("compare: nothing was observed yet; call observe(old_inputs) first")
     layers = [protected.layer for protected in guard._protected.values()]

@@ -21,7 +21,7 @@ from ness.updates.low_rank import LowRankUpdate
 from ness.updates.prepare import free_directions, limit_drift, prepare
 from ness.updates.private import capped, check_private
 from ness.updates.update import Form
-from ness.verbs.checks import check_constrain_options
+from ness.verbs.checks import check_constrain_options, refuse_sharded
 from ness.verbs.observing import reduce, refuse_observed
 from ness.verbs.transitions import enter, updates_in
 
@@ -98,6 +98,7 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
 def check_constrain(guard: NullSpace, options: Options) -> None:
     """Refuse what `constrain` cannot do with this guard and these options now."""
     task = options.task
+    refuse_sharded(guard.model, "constrain", "constrain first, then shard: observe(), constrain(), fully_shard()")
     check_constrain_options(options.form, options.max_drift, options.rank, options.generator)
     check_private(options.private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
     if guard.constrained:

@@ -13,7 +13,7 @@ from ness.errors import NessError, warn
 from ness.layers import Layer
 from ness.layers.names import listed
 from ness.statistics.gram import Gram
-from ness.statistics.moments import Moments
+from ness.statistics.moments import GramSums, Moments
 from ness.storage.folder import fingerprint, write_state_dict
 from ness.storage.statistics import (
     DTYPES,
@@ -23,10 +23,11 @@ from ness.storage.statistics import (
     read_manifest,
     write_statistics,
 )
+from ness.updates import accounts
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
 from ness.verbs.changes import whole
-from ness.verbs.observing import protect, reduce, remembered
+from ness.verbs.observing import protect, rebase, reduce, remembered
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
@@ -198,21 +199,24 @@ def _imported(guard: NullSpace, folder: Path, task: str | None) -> tuple[list[st
     tasks = guard._tasks.copy()
     tasks.name_observed(task)
     states = {name: state.copy() for name, state in guard._protected.items()}
-    for state in states.values():
-        state.rebase_anchor()
+    rebase(states.values())
     states = protect(guard, states, names.values())
+    known: GramSums = {}
+    read: dict[tuple[str, int], Gram] = {}  # by file: layers that share a Gram share it here too
     changed = []
     for saved, name in names.items():
         entry, state = entries[saved], states[name]
         if not _same_weights(entry["weights"], state):
             changed.append(name)
         layer = read_layer(folder, saved, entry)
-        books, device = state.accumulator(), state.anchor.device
+        account, device = accounts.account(state), state.anchor.device
         if distributed.on_rank_zero():  # its rows are summed over ranks
             energy = torch.tensor(layer.energy, dtype=torch.float64, device=device)
-            gram = Gram(layer.gram.to(device), layer.count)
-            books.add_(Moments(gram, books.cross.new_zeros(()), books.square.new_zeros(()), energy, layer.calls))
-        state.commit_pending()
+            key = str(entry["file"]), layer.count
+            if key not in read:
+                read[key] = account.gram.like().plus(Gram(layer.gram.to(device), layer.count))
+            account.add_(Moments(read[key], None, account.square.new_zeros(()), energy, layer.calls), known=known)
+        accounts.take(state, account, known)
     doubts = []
     if changed:
         doubts.append(

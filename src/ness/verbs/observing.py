@@ -9,27 +9,29 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ness import distributed
 from ness._precision import ordinarily
 from ness.errors import NessError, warn
 from ness.layers.names import listed
-from ness.statistics.moments import Moments
+from ness.statistics.moments import GramSums, Moments
 from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of, masks_of_batch
 from ness.statistics.recorder import (
     Forward,
     NotFinite,
     Recorder,
-    Watch,
     batches_of,
     call_model,
     nothing_seen,
     passes_of,
 )
+from ness.statistics.watch import Watch
+from ness.updates import accounts
 from ness.updates.install import is_constrained
 from ness.updates.layer_state import LayerState
 from ness.verbs.changes import Around, whole
+from ness.verbs.checks import refuse_sharded
 from ness.verbs.remainder import Remainder
 
 if TYPE_CHECKING:
@@ -133,7 +135,7 @@ class Observes:
                 thread observes the model. After any other error, of the model or of `batches`, and after Ctrl-C,
                 model and guard are as before. Passes that other threads run meanwhile do not count.
 
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> from ness import NullSpace
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
         >>> guard = NullSpace(model)
@@ -174,7 +176,7 @@ class Observes:
         Raises:
             NessError: not inside `observing()`, or a mask that does not say which tokens are padding.
 
-        >>> from torch import nn
+        >>> from torch import Tensor, nn
         >>> from ness import NullSpace
         >>> model = nn.Sequential(nn.Embedding(9, 4), nn.Linear(4, 2))
         >>> guard = NullSpace(model)
@@ -234,12 +236,13 @@ class observed:
         self.guard, self.task, self.undo = guard, task, undo
         self.claim = Claim()
         self.watch: Watch | None = None
-        self.books: dict[str, Moments] = {}  # of the layers seen inside
+        self.accounts: dict[str, Moments] = {}  # of the layers seen inside
         self.masking = Masking(guard.model)
-        self.recorder = Recorder(self._open, guard.statistics_dtype, self.masking)
+        self.recorder = Recorder(self._open, self.masking)
 
     def __enter__(self) -> Recorder:
         guard = self.guard
+        refuse_sharded(guard.model, "observe", "observe and constrain first, then shard")
         if guard.constrained:
             raise NessError("observe: the model is constrained; call merge() or discard() first")
         if any(is_constrained(module) for module in guard.model.modules()):
@@ -256,8 +259,6 @@ class observed:
             self.tasks = guard._tasks.copy()
             self.tasks.name_observed(self.task)
             self.states = {name: protected.copy() for name, protected in guard._protected.items()}
-            for state in self.states.values():
-                ordinarily(state.rebase_anchor)
             self.watch = Watch(guard.model, guard._found.layers.values(), self.recorder.record, self.masking)
             self.watch.open()
         except BaseException:
@@ -280,7 +281,9 @@ class observed:
         """The model as it was, then the guard's new fields in one step; returns what was wrong with a pass."""
         assert self.watch is not None
         self.watch.close()
-        counts = isinstance(error, NotFinite) or (isinstance(error, Exception) and not self.undo and bool(self.books))
+        counts = isinstance(error, NotFinite) or (
+            isinstance(error, Exception) and not self.undo and bool(self.accounts) and not self.recorder.ending
+        )
         problem = None
         if error is None or counts:
             try:
@@ -295,25 +298,28 @@ class observed:
         """End it: the model is as it was before, and what is not the guard's by now never will be."""
         if self.watch is not None:
             self.watch.close()
-        self.recorder.open_books = self.books.__getitem__  # no cycle: a guard that is dropped goes at once
+        self.recorder.account_of = self.accounts.__getitem__  # no cycle: a guard that is dropped goes at once
         self.claim.release(self.guard.model)
         if self.guard._observation is self:
             self.guard._observation = None
 
     def _open(self, name: str) -> Moments:
-        """Where new rows of a layer are added."""
-        if name not in self.books:
+        """Where new rows of a layer are booked."""
+        if name not in self.accounts:
             if name not in self.states:
                 self.states = protect(self.guard, self.states, [name])
-            self.books[name] = self.states[name].accumulator()
-        return self.books[name]
+            self.accounts[name] = accounts.account(self.states[name])
+        return self.accounts[name]
 
     def _commit(self) -> None:
         guard = self.guard
-        unseen = [name for name, held in self.states.items() if name not in guard._protected and held.gram.count == 0]
+        unseen = [n for n in self.states if n not in guard._protected and not self.accounts[n].gram.count]
         states = {name: held for name, held in self.states.items() if name not in unseen}
-        for state in states.values():
-            state.commit_pending()
+        rebase(states.values())  # before the new rows enter, which drift from here
+        known: GramSums = {}
+        for name, state in states.items():
+            if name in self.accounts:
+                accounts.take(state, self.accounts[name], known)
         rest = remembered(guard, states, self.tasks.in_use)
         unmasked = guard._unmasked | self.recorder.unmasked
         guard.__dict__.update(_protected=states, _tasks=self.tasks, _remainder=rest, _unmasked=unmasked)
@@ -329,6 +335,19 @@ def warn_of_padding(guard: NullSpace, before: Collection[str]) -> None:
         )
 
 
+def rebase(states: Iterable[LayerState]) -> None:
+    """Move the anchors of layers whose weights have changed; the device is asked once, for all of them."""
+    asked: dict[torch.device, list[tuple[LayerState, Tensor]]] = {}
+    for state in states:
+        moved = state.moved()
+        asked.setdefault(moved.device, []).append((state, moved))
+    for answers in asked.values():
+        if bool(torch.stack([moved for _, moved in answers]).any()):
+            for state, moved in answers:
+                if bool(moved):
+                    state.rebase_anchor()
+
+
 def remembered(guard: NullSpace, states: dict[str, LayerState], task: str) -> Remainder:
     """What no protected layer holds as it is now, for `compare`."""
     return guard._remainder.renewed(guard.model, [state.layer for state in states.values()], task)
@@ -341,13 +360,16 @@ def device_of_books(guard: NullSpace, states: dict[str, LayerState], name: str) 
     return guard.statistics_device or guard._found.layers[name].weight.device
 
 
+def new_state(guard: NullSpace, name: str, device: torch.device) -> LayerState:
+    """A layer of which nothing is known yet."""
+    return LayerState(
+        guard._found.layers[name], device, guard.rule.relative, guard.statistics_dtype, guard._statistics_folder
+    )
+
+
 def protect(guard: NullSpace, states: dict[str, LayerState], names: Iterable[str]) -> dict[str, LayerState]:
     """These states and those of layers that are seen for the first time, in the model's order on every rank."""
-    new = {
-        name: LayerState(guard._found.layers[name], device_of_books(guard, states, name), guard.rule.relative)
-        for name in names
-        if name not in states
-    }
+    new = {name: new_state(guard, name, device_of_books(guard, states, name)) for name in names if name not in states}
     every = states | new
     return {name: every[name] for name in guard._found.layers if name in every}
 
@@ -359,8 +381,9 @@ def reduce(guard: NullSpace) -> None:
         return
     states = {name: protected.copy() for name, protected in guard._protected.items()}
     states = protect(guard, states, [n for n in guard._found.layers if distributed.total(int(n in states))])
+    last = None
     for state in states.values():
-        state.reduce()
+        last = accounts.reduce(state, last)
     rest = guard._remainder
     if rest.task is None:  # this rank has not observed itself
         rest = remembered(guard, states, guard._tasks.in_use)

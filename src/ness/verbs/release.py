@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from ness._precision import ordinarily
 from ness.errors import NessError, warn
 from ness.layers.norms import live_tensors
-from ness.statistics.recorder import remove_hooks
+from ness.statistics.watch import remove_hooks
 from ness.updates.install import BEFORE, UPDATES, is_constrained, strip
 from ness.updates.layer_state import Swap, swaps_of
 from ness.updates.optimizers import OptimizerWatch

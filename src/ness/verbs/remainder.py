@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ness.distributed import gathered
 from ness.errors import NessError
 from ness.layers import Layer
 from ness.storage.folder import fingerprint
@@ -242,7 +243,7 @@ def _write(tensor: Tensor, value: Tensor) -> None:
 
 
 def _bytes(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return gathered(tensor.detach()).contiguous().reshape(-1).view(torch.uint8)
 
 
 def _copy(tensor: Tensor) -> Tensor:

@@ -23,6 +23,7 @@ from ness.updates.private import PrivatePart
 from ness.updates.saving import arrange_checks
 from ness.updates.update import Form, Update
 from ness.verbs.changes import carry_out
+from ness.verbs.checks import refuse_sharded
 from ness.verbs.observing import refuse_observed
 from ness.verbs.release import Before, Hold, Owner, records
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from ness.guard import NullSpace
 
 States = dict[str, LayerState]
+SHARDED = (
+    "keep what was learnt with guard.save(folder) or export_lora(folder), and go on in a process without sharding: "
+    "NullSpace.load(folder, model), then merge()"
+)
 ROUNDED = 0.05  # the share of an update that a half-precision merge may round away unsaid
 
 
@@ -113,6 +118,7 @@ def merge(guard: NullSpace) -> None:
     if guard._phase == "merged":
         return
     guard._require_constrained("merge()")
+    refuse_sharded(guard.model, "merge", SHARDED)
     merged: dict[str, Tensor] = {}
     parts: dict[str, PrivatePart] = {}
     own = guard.private_basis == "per_task"
@@ -155,6 +161,7 @@ def _warn_of_rounding(states: Mapping[str, LayerState]) -> None:
 def discard(guard: NullSpace) -> None:
     """See `NullSpace.discard`."""
     guard._require_constrained("discard()")
+    refuse_sharded(guard.model, "discard", SHARDED)
     tasks = guard._tasks.copy()
     tasks.abandon()
     states = {name: protected.copy() for name, protected in guard._protected.items()}

@@ -175,12 +175,16 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
 
 
 def guard_bytes(sizes: Sizes, rule: str) -> int:
-    """Bytes of Gram and cross moment in float64, of the model in float32, and of four numbers per layer.
+    """Bytes of Grams (a triangle each) and cross moments in float64, of the model in float32, and of sums per layer.
 
-    Rule within keeps Gram and cross moment three times: of all rows, relative ones, and the newest task's.
+    Rule within keeps three Grams: of all rows, a relative one, and the newest task's, which has no cross moment yet.
+    Rule none never changes a shared weight, so there is no cross moment at all.
     """
-    sets = 3 if rule == "within" else 1
-    return 4 * sizes.parameters + sum(sets * (8 * width * (width + outputs) + 32) for outputs, width in sizes.layers)
+    sets, crosses = {"within": (3, 2), "none": (1, 0)}.get(rule, (1, 1))
+    return 4 * sizes.parameters + sum(
+        8 * (sets * (width * (width + 1) // 2) + crosses * width * outputs) + 32 * sets
+        for outputs, width in sizes.layers
+    )
 
 
 # epochs, patience and the like are the benchmarks'.

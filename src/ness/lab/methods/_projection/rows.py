@@ -13,7 +13,8 @@ from ness.layers import Layer, Rows
 from ness.layers.discovery import discover
 from ness.statistics.gram import Gram, widened
 from ness.statistics.moments import Moments
-from ness.statistics.recorder import Recorder, watching
+from ness.statistics.recorder import Recorder
+from ness.statistics.watch import watching
 
 Layers = Mapping[str, Layer]
 
