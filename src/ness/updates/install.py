@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ness.distributed import sharded
-from ness.updates import saving
+from ness.updates import loading, saving
+from ness.updates.recovering import correction
 from ness.updates.saving import PREFIX, UPDATES
 from ness.updates.update import Update
 
@@ -39,12 +40,18 @@ class _Constrained(nn.Module):
         saving.write(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        saving.load(self, super()._load_from_state_dict, *args, **kwargs)
+        loading.load(self, super()._load_from_state_dict, *args, **kwargs)
 
     @property
     def ness_about(self) -> Tensor:
         """What a state dict has beside the updates, for code that looks up every key as an attribute."""
         return saving.encode(saving.about(self))
+
+    @property
+    def ness_base(self) -> Tensor:
+        """The same of what recovers the base."""
+        base, change = saving.whole_base(self), saving.changes(self, saving.updates_in(self))
+        return correction(base, saving.as_it_runs(base, change), change)
 
     def _ness_ranks(self) -> str:
         updates = saving.updates_in(self)
@@ -167,6 +174,9 @@ def install(updates: list[Update]) -> None:
         module.__dict__[UPDATES] = own
         module.__class__ = _constrained_class(type(module), present, runs, argument)  # type: ignore[arg-type]
         module._parameters.update(saving.trained_in(module))
+        for update in own:
+            if update.passing.base is None:
+                update.passing.base = saving.fingerprints(saving.base_in(module))
 
 
 def uninstall(updates: list[Update]) -> None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ness._precision import ordinarily
 from ness.updates.install import BEFORE, UPDATES
+from ness.updates.loading import arrange_checks
 from ness.updates.optimizers import OptimizerWatch
-from ness.updates.saving import arrange_checks
 from ness.verbs.remainder import Swap, write_all
 
 if TYPE_CHECKING:

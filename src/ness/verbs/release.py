@@ -22,8 +22,8 @@ from ness.layers.norms import live_tensors
 from ness.statistics.watch import remove_hooks
 from ness.updates.install import BEFORE, UPDATES, is_constrained, strip
 from ness.updates.layer_state import Swap, swaps_of
+from ness.updates.loading import arrange_checks
 from ness.updates.optimizers import OptimizerWatch
-from ness.updates.saving import arrange_checks
 from ness.updates.update import Update
 from ness.verbs.changes import in_one_step
 from ness.verbs.observing import CLAIM, refuse_observed

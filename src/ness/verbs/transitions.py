@@ -18,9 +18,9 @@ from ness.layers.norms import affine_parameters, norm_swaps, read_norms
 from ness.tasks import Tasks
 from ness.updates.install import BEFORE, freeze_norm, install, stored_statistics, strip, uninstall
 from ness.updates.layer_state import LayerState, Swap
+from ness.updates.loading import arrange_checks
 from ness.updates.optimizers import OptimizerWatch
 from ness.updates.private import PrivatePart
-from ness.updates.saving import arrange_checks
 from ness.updates.update import Form, Update
 from ness.verbs.changes import carry_out
 from ness.verbs.checks import refuse_sharded
