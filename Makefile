@@ -33,8 +33,13 @@ test-kill: $(VENV)/.ready       ## every method killed (SIGKILL) at counted call
 kills: $(VENV)/.ready           ## 200 kills in one go, figures printed
 	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/campaign.py kills 200
 
+fuzz: $(VENV)/.ready            ## ten thousand fuzzed files, guided by coverage where atheris can be installed
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/fuzz.py 10000
+
 reliability: $(VENV)/.ready     ## all campaigns of docs/reliability.md, figures printed
 	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/campaign.py all 200
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/fuzz.py 10000
 
 test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folder)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m real

@@ -21,7 +21,9 @@ from ness.updates.recovering import correction
 from ness.updates.saving import PREFIX, UPDATES
 from ness.updates.update import Update
 
-__all__ = ["PREFIX", "UPDATES", "freeze_norm", "install", "is_constrained", "unfreeze_norm", "uninstall"]
+__all__ = ["BEFORE", "PREFIX", "UPDATES", "freeze_norm", "install", "is_constrained", "strip", "uninstall"]
+
+BEFORE = "_ness_before"  # module.__dict__ key: what the module was before `constrain`
 
 
 class _Constrained(nn.Module):
@@ -179,21 +181,23 @@ def install(updates: list[Update]) -> None:
 
 def uninstall(updates: list[Update]) -> None:
     """Take updates out again: the module's own class, its own parameters. A module without any is left as it is."""
-    for module in {module for update in updates for module in update.layer.modules if is_constrained(module)}:
+    for module in {module for update in updates for module in update.layer.modules}:
+        strip(module)
+
+
+def strip(module: nn.Module) -> None:
+    """Take out of a module whatever makes it a constrained layer or a frozen norm, and nothing else."""
+    if is_constrained(module):
         for name in [name for name in module._parameters if name.startswith(PREFIX)]:
             del module._parameters[name]
-        del module.__dict__[UPDATES]
+        module.__dict__.pop(UPDATES, None)
         module.__class__ = type(module)._ness_base  # type: ignore[attr-defined]
+    module.__dict__.pop(BEFORE, None)
 
 
 def freeze_norm(module: nn.Module) -> None:
     """Make a norm layer use its stored statistics in train mode too."""
     module.__class__ = _frozen_norm_class(type(module))  # type: ignore[arg-type]
-
-
-def unfreeze_norm(module: nn.Module) -> None:
-    """Undo `freeze_norm`."""
-    module.__class__ = type(module)._ness_base  # type: ignore[attr-defined]
 
 
 def stored_statistics(module: nn.Module) -> bool:

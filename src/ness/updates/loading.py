@@ -134,7 +134,7 @@ def _check_layer(placed: Placed, state_dict: Mapping[str, Any]) -> None:
     base = whole_base(module)
     own.restored = {}
     if fingerprints(base) != saved["base"]:
-        base = own.restored = _base(layer, prefix, base, change, saved["base"], own.base, state_dict)
+        base = own.restored = _base(layer, placed, base, change, saved["base"], own.base, state_dict)
     for name, expected in as_it_runs(base, change).items():
         for where, _ in placed:
             if where + name in state_dict:
@@ -161,7 +161,7 @@ def _check_about(layer: str, here: Mapping[str, Any], saved: Mapping[str, Any]) 
 
 def _base(
     layer: str,
-    prefix: str,
+    placed: Placed,
     here: Mapping[str, Tensor],
     change: Mapping[str, Tensor],
     saved: Mapping[str, str],
@@ -172,23 +172,25 @@ def _base(
 
     Args:
         layer: its name, for errors.
-        prefix: of its keys.
+        placed: the modules that hold it, each with its prefix; the first has the updates.
         here: what is in the place of the base now.
         change: the update, as it is loaded.
         saved: fingerprints of the base under the saved update.
         known: fingerprints of the base that this model was constrained with.
         state_dict: what is loaded.
     """
-    running = {name: state_dict.get(prefix + name) for name in here}
-    running = {name: gathered(value) if isinstance(value, Tensor) else None for name, value in running.items()}
+    saved_as = {name: [state_dict.get(where + name) for where, _ in placed] for name in here}  # tied: once at least
+    running = {
+        name: next((gathered(v) for v in values if isinstance(v, Tensor)), None) for name, values in saved_as.items()
+    }
     if saved == known and all(
         isinstance(value, Tensor) and (value.shape, value.dtype) == (here[name].shape, here[name].dtype)
         for name, value in running.items()
     ):
         try:
-            found = recovered(state_dict[prefix + BASE], running, change, here)  # type: ignore[arg-type]
+            found = recovered(state_dict[placed[0][0] + BASE], running, change, here)  # type: ignore[arg-type]
         except (AttributeError, TypeError, ValueError) as error:
-            key = prefix + BASE
+            key = placed[0][0] + BASE
             raise NessError(f"load_state_dict: {key} is damaged ({error}); save the model again") from error
         if fingerprints(found) == saved:
             return found
