@@ -5,7 +5,8 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill test-slow test-real test-gpu test-transformers test-triton test-browser lint types tables bench release-checks clean
+.PHONY: help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers test-triton \
+        test-browser lint types tables bench release-checks clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -26,8 +27,19 @@ test: $(VENV)/.ready            ## set everything up and run the tests
 test-slow: $(VENV)/.ready       ## the checks that take minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow
 
-test-kill: $(VENV)/.ready       ## kill real runs (SIGKILL) at random moments and take them up again
+test-kill: $(VENV)/.ready       ## every method killed (SIGKILL) at counted calls, every call failing once
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m kill
+
+kills: $(VENV)/.ready           ## 200 kills in one go, figures printed
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/campaign.py kills 200
+
+fuzz: $(VENV)/.ready            ## ten thousand fuzzed files, guided by coverage where atheris can be installed
+	-$(BIN)/python -m pip install --quiet --disable-pip-version-check atheris
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/fuzz.py 10000
+
+reliability: $(VENV)/.ready     ## all campaigns of docs/reliability.md, figures printed
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/campaign.py all 200
+	$(ONE_THREAD) PYTHONPATH=tests $(BIN)/python tests/fuzz.py 10000
 
 test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folder)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m real

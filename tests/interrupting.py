@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import signal
 import sys
 from collections.abc import Callable, Hashable
@@ -10,9 +11,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 import ness
 from ness.updates.install import UPDATES
+from ness.updates.optimizers import OptimizerWatch
 
 SOURCES = str(Path(ness.__file__).parent)
 
@@ -40,11 +43,13 @@ def run_traced(act: Callable[[], object], at: int | None = None, how: str = "rai
     def call(frame: Any, event: str, _: Any) -> Any:
         return line if frame.f_code.co_filename.startswith(sources) else None
 
+    gc.disable()  # what a collection runs is not on the verb's way, and errors in it are lost
     sys.settrace(call)
     try:
         act()
     finally:
         sys.settrace(None)
+        gc.enable()
     return seen
 
 
@@ -68,6 +73,12 @@ def switches() -> Hashable:
     )
 
 
+def watches(model: nn.Module) -> int:
+    """How many hooks of torch's optimizers watch over the model."""
+    owners = [getattr(hook, "__self__", None) for hook in _global_optimizer_pre_hooks.values()]
+    return sum(isinstance(owner, OptimizerWatch) and owner._model() is model for owner in owners)
+
+
 def of_model(model: nn.Module, x: Tensor) -> dict[str, Hashable]:
     """What it computes, what is trainable, every module's class, mode, hooks, parameters and attributes."""
     found: dict[str, Hashable] = {}
@@ -77,6 +88,7 @@ def of_model(model: nn.Module, x: Tensor) -> dict[str, Hashable]:
             module.training,
             tuple(len(hooks) for hooks in (module._forward_hooks, module._forward_pre_hooks)),
             tuple(len(hooks) for hooks in (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)),
+            len(module._load_state_dict_pre_hooks),
             tuple(sorted(module.__dict__)),
             len(module.__dict__.get(UPDATES, ())),
             tuple(module._parameters),
@@ -90,6 +102,7 @@ def of_model(model: nn.Module, x: Tensor) -> dict[str, Hashable]:
     for module, mode in modes.items():
         module.training = mode
     found["switches"] = switches()
+    found["watches of optimizers"] = watches(model)
     return found
 
 
@@ -140,15 +153,17 @@ def sweep(
         How often it was as before, and how often as after.
     """
     guard = make()
+    verb(guard)
+    end = everything(guard, x)
+    del guard
+    guard = make()
     start, same = everything(guard, x), identities(guard.model)
-    reference = make()
-    verb(reference)
-    end = everything(reference, x)
     assert differences(start, end)
     counts, at = [0, 0], 1
     while True:
         try:
-            run_traced(lambda: verb(guard), at, how, sources)  # noqa: B023
+            seen = run_traced(lambda: verb(guard), at, how, sources)  # noqa: B023
+            assert seen < at, f"line event {at}: the interrupt was lost"
             broken = False
         except KeyboardInterrupt:
             broken = True

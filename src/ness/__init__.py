@@ -14,6 +14,7 @@ from ness.repairing.repair import repair
 from ness.repairing.report import Front, Repair, RepairRow
 from ness.rules import Budget, Energy, Frobenius, Nuclear, Rank, Rule, Soft, Within
 from ness.statistics.gram import Gram
+from ness.verbs.release import release
 
 __all__ = [
     # the guard, and what it gives back
@@ -22,6 +23,8 @@ __all__ = [
     "CertificateRow",
     "Comparison",
     "Gram",
+    # a model whose guard is gone
+    "release",
     # a fine-tune that has forgotten already
     "repair",
     "Repair",

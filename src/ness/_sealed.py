@@ -167,7 +167,7 @@ def unseal_tensors(content: bytes, what: str) -> tuple[dict[str, Tensor], dict[s
         end = 8 + int.from_bytes(content[:8], "little")
         metadata = dict(json.loads(content[8:end]).get("__metadata__") or {})
     except (SafetensorError, KeyError, ValueError, TypeError, AttributeError, RuntimeError, RecursionError) as error:
-        raise NessError(f"{what}: no safetensors file ({reason(error)}): foreign, cut off or damaged") from error
+        raise NessError(f"{what}: no safetensors file ({reason(error)}), cut off or foreign: damaged") from error
     metadata.pop(KEY, None)
     return tensors, metadata, at is not None
 

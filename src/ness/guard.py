@@ -30,6 +30,7 @@ from ness.verbs.checks import check_guard_options, place_of_statistics
 from ness.verbs.constraining import Options, Progress, constrain
 from ness.verbs.exporting import Exports
 from ness.verbs.observing import Observes, observed, reduce
+from ness.verbs.release import Hold, adopt
 from ness.verbs.remainder import Remainder, unprotected
 from ness.verbs.transitions import updates_of
 
@@ -103,6 +104,7 @@ class NullSpace(Observes, Exports):
         self._watch_optimizers: OptimizerWatch | None = None
         self._unfinished: Change | None = None  # a change under way, or one that was broken off
         self._observation: observed | None = None  # under way
+        self._hold: Hold | None = None  # while constrained
 
     # -- what it holds ----------------------------------------------------------------------------------------------
 
@@ -342,14 +344,15 @@ class NullSpace(Observes, Exports):
             raise NessError(f"{what}: the model is not constrained; call observe(old_inputs), then constrain()")
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, **dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation"))}
+        return {**self.__dict__, **dict.fromkeys(("_watch_optimizers", "_unfinished", "_observation", "_hold"))}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy, or what was pickled: the guard of another model, whose optimizers it watches as this one does."""
         self.__dict__.update(state)
         self._shape = shape_of(self.model) if not self.constrained else ()
         if self.constrained:
-            self._watch_optimizers = OptimizerWatch(self.model, updates_of(self), self._form)
+            self._watch_optimizers = OptimizerWatch(self.model, updates_of(self), self._form).start()
+            self._hold = adopt(self, self._watch_optimizers)
 
     def __repr__(self) -> str:
         return f"NullSpace({len(self.layers)} layers, rule={self.rule}, {self._phase}, tasks={self.tasks})"

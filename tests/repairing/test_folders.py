@@ -79,3 +79,26 @@ def test_mistakes(tmp_path: Path) -> None:
             ness.repair(after, before, old=tmp_path)
     with pytest.warns(ness.NessWarning, match="under other weights"):
         ness.repair(base, tuned, old=tmp_path, new=new)
+
+
+def test_grams_that_somebody_kept() -> None:
+    torch.manual_seed(0)
+    base = Model().double()
+    tuned = copy.deepcopy(base)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    old, new = low_rank(80, 12, dtype=torch.float64), torch.randn(90, 12, dtype=torch.float64)
+    guard = ness.NullSpace(base)
+    guard.observe(old)
+    for passes in (1, 3):
+        seen = ness.repair(tuned, base, old=old, new=new, passes=passes)
+        kept = ness.repair(tuned, base, old=guard.grams, new=new, passes=passes)
+        for one, other in zip(seen.model.parameters(), kept.model.parameters(), strict=True):
+            assert torch.allclose(one, other, atol=1e-9)
+    few = {name: gram for name, gram in guard.grams.items() if name != "head"}
+    with pytest.raises(ness.NessError, match="no Gram of 'head'"):
+        ness.repair(tuned, base, old=few, new=new)
+    wrong = {**guard.grams, "head": guard.grams["body.0"]}
+    with pytest.raises(ness.NessError, match="the Gram of 'head' is"):
+        ness.repair(tuned, base, old=wrong, new=new)

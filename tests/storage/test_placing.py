@@ -151,6 +151,27 @@ def test_tasks_with_norms_and_private_parts_of_their_own_go_along(tmp_path: Path
     again.merge()
 
 
+def test_layers_that_share_a_gram_share_it_in_the_larger_model_too(tmp_path: Path) -> None:
+    class Projections(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) * self.k(x)
+
+    torch.manual_seed(0)
+    body = Projections()
+    guard = ness.NullSpace(body, rule=ness.Rank(3))
+    guard.observe(torch.randn(30, 8))
+    assert guard._protected["q"].moments.gram is guard._protected["k"].moments.gram
+    guard.save(tmp_path)
+    again = ness.NullSpace.load(tmp_path, named(body=body, head=nn.Linear(8, 2)))
+    states = again._protected
+    assert states["body.q"].moments.gram is states["body.k"].moments.gram
+    assert torch.equal(again.grams["body.q"].matrix, guard.grams["q"].matrix)
+
+
 def test_a_task_in_training_goes_along(tmp_path: Path) -> None:
     body, guard = guarded()
     guard.constrain()

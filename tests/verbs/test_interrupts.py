@@ -289,6 +289,21 @@ def test_a_progress_callback_that_raises_leaves_all_as_before() -> None:
     untouched(observed(), lambda g: g.constrain(progress=fails), Fails)
 
 
+def test_a_progress_callback_of_observe_hears_of_every_batch_and_may_stop_it() -> None:
+    told: list[Any] = []
+
+    def progress(*what: Any) -> None:
+        told.append(what)
+        if len(told) == 3:
+            raise Fails
+
+    guard = fresh()
+    guard.observe([X, X], progress=progress)
+    assert told == [(1, 2, "batch 0"), (2, 2, "batch 1")]
+    untouched(guard, lambda g: g.observe(iter([X, X]), progress=progress), Fails)
+    assert told[2] == (1, None, "batch 0")
+
+
 def test_an_error_inside_observing_leaves_whole_passes_and_ctrl_c_nothing() -> None:
     def breaks(guard: ness.NullSpace, error: type[BaseException]) -> None:
         with guard.observing():

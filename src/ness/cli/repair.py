@@ -251,13 +251,7 @@ class Shown:
         if self.quiet or (now - self.last < (0.2 if self.live else 10) and done != total):
             return
         self.last = now
-        title = {
-            "old": "observing old inputs",
-            "new": "observing new inputs",
-            "solve": "layers",
-            "strength": "strengths",
-        }
-        text = f"{title.get(stage, stage)}: {done}" + (f" of {total}" if total else "")
+        text = f"{STAGES.get(stage, stage)}: {done}" + (f" of {total}" if total else "")
         if total and 0 < done < total and now > self.began:
             left = round((now - self.began) / done * (total - done))
             text += f", {left // 60}:{left % 60:02d} left in this step"

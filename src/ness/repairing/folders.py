@@ -1,4 +1,4 @@
-"""Statistics of others instead of batches: folders that `export_statistics` wrote."""
+"""Statistics instead of batches: folders that `export_statistics` wrote, and Grams that somebody kept."""
 
 from __future__ import annotations
 
@@ -74,6 +74,36 @@ class Statistics:
                     "these are of another architecture"
                 )
         return best
+
+
+class Kept:
+    """Grams that the caller kept (`guard.grams`), by layer name."""
+
+    def __init__(self, what: str, grams: Mapping[str, Gram]) -> None:
+        self.what, self.batches = what, grams
+        self.sample: list[Any] = []
+        self.once, self.count, self.samples, self.digest = False, 0, 0, 0
+        self.progress = None
+
+    def grams(self, targets: Sequence[Target], weights: Weights) -> dict[str, Gram]:
+        """The targets' Grams, on the weights' own devices."""
+        found = {}
+        for target in targets:
+            layer = target.layer
+            name = base_name(f"{layer.name}.").removesuffix(".")
+            gram = self.batches.get(layer.name, self.batches.get(name))
+            if gram is None:
+                raise NessError(
+                    f"repair({self.what}=...): there is no Gram of {target.name!r}; give one of each changed layer, or "
+                    "exclude this one"
+                )
+            if gram.matrix.shape != (layer.groups, layer.width, layer.width):
+                raise NessError(
+                    f"repair({self.what}=...): the Gram of {target.name!r} is {tuple(gram.matrix.shape)}, expected "
+                    f"{(layer.groups, layer.width, layer.width)}"
+                )
+            found[target.name] = Gram(gram.matrix.to(weights.pairs[target.weight].tuned.device), gram.count)
+        return found
 
 
 def _prefixes(saved: Mapping[str, Any], own: Mapping[str, Any]) -> list[tuple[str, str]]:

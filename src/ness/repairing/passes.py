@@ -80,7 +80,7 @@ def _check(work: Work) -> None:
     if work.new is None:
         raise NessError("repair(passes=...): later passes observe new inputs again; pass new=, or leave passes=1")
     for source in (work.old, work.new):
-        if isinstance(source, Statistics):
+        if isinstance(source, Statistics) or (source is work.new and not isinstance(source, Source)):
             raise NessError(f"repair({source.what}=...): statistics are of one go; leave passes=1, or pass batches")
         if source.once:
             raise NessError(
@@ -104,12 +104,12 @@ class CallOrder(Recorder):
 
 
 def in_call_order(work: Work) -> list[Target]:
-    """The targets in the order in which a first batch of old inputs reaches them; those it does not reach come last."""
+    """The targets in the order in which a first batch of new inputs reaches them; those it does not reach come last."""
     work.shadow.put({})
-    assert isinstance(work.old, Source)
-    first = next(iter(work.old.iterable), None)
+    assert isinstance(work.new, Source)
+    first = next(iter(work.new.iterable), None)
     if first is None:
-        raise NessError("repair(old=...): there was no batch; is a loader empty?")
+        raise NessError("repair(new=...): there was no batch; is a loader empty?")
     order = CallOrder()
     grams.Rows(work.shadow.model, order, work.forward, work.mask).watch([t.layer for t in work.targets], [first])
     return sorted(work.targets, key=lambda target: order.seen.get(target.layer.name, len(order.seen)))

@@ -14,7 +14,7 @@ from ness._precision import ordinary_tensors
 from ness.errors import NessError, warn
 from ness.layers.names import as_patterns, matches
 from ness.repairing import grams
-from ness.repairing.folders import Statistics
+from ness.repairing.folders import Kept, Statistics
 from ness.repairing.grams import Progress, Source
 from ness.repairing.measuring import Meter
 from ness.repairing.plans import LayerPlan, Others, way_of
@@ -79,8 +79,8 @@ def repair(
         base: the model before, its state dict, or a folder or file of safetensors. None for a model with adapters: the
             model without them.
         old: batches of what must not be forgotten, as for `NullSpace.observe`: any iterable of tensors, (input, target)
-            or dicts, or one tensor; or a folder that `NullSpace.export_statistics` wrote. Padding (`attention_mask`) is
-            no row.
+            or dicts, or one tensor; or a folder that `NullSpace.export_statistics` wrote, or Grams by layer name
+            (`guard.grams`). Padding (`attention_mask`) is no row.
         new: batches of what it was tuned on. None: new rows in every direction alike, so the change is damped in the
             directions that old rows use.
         strength: s, how much old rows count against new ones. 0 changes nothing; a large one gives the base in all
@@ -132,9 +132,14 @@ def repair(
         return work.finish(report, done, inplace)
 
 
-def source_of(what: str, batches: Any, progress: Progress | None) -> Source | Statistics:
-    """Batches, or a folder of statistics."""
-    return Statistics(what, batches) if grams.is_folder(batches) else Source(what, batches, progress)
+Given = Source | Statistics | Kept
+
+
+def source_of(what: str, given: Any, progress: Progress | None) -> Given:
+    """Batches, a folder of statistics, or Grams by layer name."""
+    if isinstance(given, Mapping) and given and all(isinstance(value, Gram) for value in given.values()):
+        return Kept(what, given)
+    return Statistics(what, given) if grams.is_folder(given) else Source(what, given, progress)
 
 
 @dataclass(frozen=True)
@@ -213,8 +218,8 @@ class Work:
         self,
         tuned: nn.Module,
         weights: Weights,
-        old: Source | Statistics,
-        new: Source | Statistics | None,
+        old: Given,
+        new: Given | None,
         options: Options,
         forward: Forward | None,
         mask: MaskOf | None,
@@ -295,9 +300,9 @@ class Work:
                 self.old.progress("solve", len(plans), len(targets))
         return plans
 
-    def grams_of(self, targets: Sequence[Target], source: Source | Statistics) -> dict[str, Gram]:
+    def grams_of(self, targets: Sequence[Target], source: Given) -> dict[str, Gram]:
         """Grams of these layers' inputs by name, under the weights that the shadow has now."""
-        if isinstance(source, Statistics):
+        if not isinstance(source, Source):
             return source.grams(targets, self.weights)
         try:
             options = self.options
@@ -369,7 +374,7 @@ class Work:
             notes=tuple(self.notes),
         )
 
-    def _meter(self, source: Source | Statistics) -> Meter:
+    def _meter(self, source: Given) -> Meter:
         if source.what not in self.meters:
             self.meters[source.what] = Meter(self.shadow, source.sample, self.forward, source.what)
         return self.meters[source.what]

@@ -362,18 +362,24 @@ class Gram:
 
     def save(self, path: str | Path) -> None:
         """Write it as one safetensors file, under a temporary name first."""
-        from ness.storage.folder import write_tensors
+        from ness._files import write_bytes
+        from ness._sealed import seal_tensors
 
         count = torch.tensor(self.count, dtype=torch.int64)
-        write_tensors(Path(path), {"matrix": self.matrix, "count": count}, {"format": "ness-gram"})
+        held = {"matrix": self.matrix, "count": count}
+        write_bytes(Path(path), seal_tensors(held, {"format": "ness-gram"}, str(path)))
 
     @classmethod
     def load(cls, path: str | Path) -> Gram:
         """Read what `save` wrote."""
-        from ness.storage.folder import read_tensors
+        from ness._files import read_bytes
+        from ness._sealed import unseal_tensors
 
-        tensors, metadata = read_tensors(Path(path))
-        if metadata.get("format") != "ness-gram" or set(tensors) != {"matrix", "count"}:
+        try:
+            tensors, metadata, _ = unseal_tensors(read_bytes(Path(path)), str(path))
+        except FileNotFoundError as error:
+            raise NessError(f"{path}: missing; expected a file written by Gram.save") from error
+        if metadata != {"format": "ness-gram"} or set(tensors) != {"matrix", "count"} or tensors["count"].numel() != 1:
             raise NessError(f"{path}: not a Gram; expected a file written by Gram.save")
         return cls(tensors["matrix"], int(tensors["count"]))
 

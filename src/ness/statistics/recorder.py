@@ -68,6 +68,7 @@ class Recorder:
         self.unread: list[Pass] = []
         self.fine: Tensor | None = None  # (), bool: no pass so far held NaN or Inf
         self.unmasked: dict[str, str] = {}  # layers whose rows may count padding, and why
+        self.ending = False  # whether a pass is being booked: one that broke off there is in some accounts alone
         self.rows = self.padding = 0  # rows that were recorded, and those that were left out
 
     def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
@@ -124,7 +125,9 @@ class Recorder:
     @torch.no_grad()
     def end(self, where: str) -> None:
         """The pass is complete: it counts if it and all before it were finite."""
+        self.ending = True
         ordinarily(self._end, where)
+        self.ending = False
 
     def _end(self, where: str) -> None:
         staged, self.staged = self.staged, {}

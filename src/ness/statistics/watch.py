@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -60,7 +60,7 @@ class Watch:
         self.modes = [(module, module.training) for module in model.modules()]
         self.grad = torch.is_grad_enabled()
         hosts = dict.fromkeys([*model.modules(), *(host for layer in self.layers for host in layer.hosts)])
-        self.hooks = [(kinds, set().union(*kinds)) for host in hosts for kinds in _hooks_of(host)]
+        self.hooks = [(host, {key for kinds in _hooks_of(host) for kind in kinds for key in kind}) for host in hosts]
         inside = dict.fromkeys(module for host in hosts for module in host.modules())
         self.parameters = [(module, dict(module._parameters)) for module in inside]
         self.handles: list[RemovableHandle] = []
@@ -83,11 +83,8 @@ class Watch:
             return
         for handle in self.handles:
             handle.remove()
-        for kinds, known in self.hooks:  # one whose handle was lost on the way
-            for key in set().union(*kinds) - known:
-                if key not in kinds[0] or _is_ours(kinds[0][key]):
-                    for kind in kinds:
-                        kind.pop(key, None)
+        for host, known in self.hooks:  # one whose handle was lost on the way
+            remove_hooks(host, known)
         for module, held in self.parameters:  # a call with others in their place that broke off
             if any(module._parameters.get(name) is not held[name] for name in held):
                 module._parameters.update(held)
@@ -114,6 +111,15 @@ def _hooks_of(module: nn.Module) -> list[list[dict[int, Any]]]:
     ]
     before: list[dict[int, Any]] = [module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs]
     return [after, before]
+
+
+def remove_hooks(module: nn.Module, known: Collection[int]) -> None:
+    """Take a watch's hooks out of a module, but for those with these numbers."""
+    for kinds in _hooks_of(module):
+        for key in {key for kind in kinds for key in kind}.difference(known):
+            if key not in kinds[0] or _is_ours(kinds[0][key]):
+                for kind in kinds:
+                    kind.pop(key, None)
 
 
 def _is_ours(hook: Any) -> bool:

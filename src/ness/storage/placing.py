@@ -17,6 +17,7 @@ from ness.layers import Layer, layers_of
 from ness.layers.names import listed, matches
 from ness.layers.ties import memory
 from ness.storage.folder import fingerprint
+from ness.storage.moments import Saved
 
 Rename = Callable[[str], str | None]  # of a module or a parameter; None: this model has no such part
 
@@ -120,9 +121,9 @@ def _weights_fit(saved: Mapping[str, Any], here: Mapping[str, Layer], rename: Re
     return all(entry["weights"] == fingerprint(here[_known(rename(name))].stored()) for name, entry in saved.items())
 
 
-def _moved_tensors(tensors: Mapping[str, Tensor], saved: Iterable[str], rename: Rename) -> dict[str, Tensor]:
+def _moved_tensors(tensors: Mapping[str, Tensor], saved: Iterable[str], rename: Rename) -> Saved:
     names = set(saved)
-    moved = {}
+    moved = Saved({})
     for key, value in tensors.items():
         room, _, rest = key.partition("/")
         if room in ("private", "norms"):

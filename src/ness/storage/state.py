@@ -30,10 +30,10 @@ from ness.updates.constraint import Constraint, Factors, Figures
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate
 from ness.updates.private import PrivateColumns, PrivatePart
-from ness.updates.saving import as_it_runs, updates_in
+from ness.updates.saving import as_it_runs, changes, updates_in, whole_base
 from ness.updates.update import Projector, Update
 from ness.verbs.observing import new_state
-from ness.verbs.remainder import Remainder
+from ness.verbs.remainder import Remainder, same_bits
 from ness.verbs.transitions import enter
 
 if TYPE_CHECKING:
@@ -121,7 +121,8 @@ def _pack_layer(protected: LayerState, tensors: Tensors, known: Triangles) -> di
         if constraint.update is not None:
             entry["constraint"] |= _pack_update(constraint.update, at, tensors)
             entry["running"] = fingerprint(_as_state_dicts_have_it(layer))  # the weights that a state dict has now
-            tensors[f"{at}/base"] = layer.stored()
+            if not same_bits(protected.anchor, layer.stored().to(protected.anchor.device)):
+                tensors[f"{at}/base"] = layer.stored()
         if constraint.columns is not None:
             entry["constraint"]["own"] = constraint.columns.own
             tensors |= {f"{at}/columns": constraint.columns.directions, f"{at}/mixing": constraint.columns.mixing}
@@ -131,7 +132,7 @@ def _pack_layer(protected: LayerState, tensors: Tensors, known: Triangles) -> di
 def _as_state_dicts_have_it(layer: Layer) -> Tensor:
     """[W b] with the updates in training (groups, o, width), rounded to the dtype of the weights."""
     with torch.no_grad():
-        values = as_it_runs(layer.module, updates_in(layer.module))
+        values = as_it_runs(whole_base(layer.module), changes(layer.module, updates_in(layer.module)))
         return layer.joint(values[layer.weight_name], None if layer.bias is None else values[str(layer.bias_name)])
 
 
@@ -284,7 +285,8 @@ def _base(protected: LayerState, entry: Mapping[str, Any], tensors: Mapping[str,
     layer = protected.layer
     if entry.get("running") != fingerprint(layer.stored()):
         return None
-    base = tensor_of(tensors, f"layers/{layer.name}/base", layer.stored().shape)
+    key = "base" if f"layers/{layer.name}/base" in tensors else "anchor"  # where the two are equal it is kept once
+    base = tensor_of(tensors, f"layers/{layer.name}/{key}", layer.stored().shape)
     if fingerprint(base) != entry["weights"]:
         raise NessError(f"the saved guard is damaged: the base of layer {layer.name!r} is another one; save it again")
     return base

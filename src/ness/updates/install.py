@@ -16,11 +16,14 @@ import torch
 from torch import Tensor, nn
 
 from ness.distributed import sharded
-from ness.updates import saving
+from ness.updates import loading, saving
+from ness.updates.recovering import correction
 from ness.updates.saving import PREFIX, UPDATES
 from ness.updates.update import Update
 
-__all__ = ["PREFIX", "UPDATES", "freeze_norm", "install", "is_constrained", "unfreeze_norm", "uninstall"]
+__all__ = ["BEFORE", "PREFIX", "UPDATES", "freeze_norm", "install", "is_constrained", "strip", "uninstall"]
+
+BEFORE = "_ness_before"  # module.__dict__ key: what the module was before `constrain`
 
 
 class _Constrained(nn.Module):
@@ -37,12 +40,18 @@ class _Constrained(nn.Module):
         saving.write(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        saving.load(self, super()._load_from_state_dict, *args, **kwargs)
+        loading.load(self, super()._load_from_state_dict, *args, **kwargs)
 
     @property
     def ness_about(self) -> Tensor:
         """What a state dict has beside the updates, for code that looks up every key as an attribute."""
         return saving.encode(saving.about(self))
+
+    @property
+    def ness_base(self) -> Tensor:
+        """The same of what recovers the base."""
+        base, change = saving.whole_base(self), saving.changes(self, saving.updates_in(self))
+        return correction(base, saving.as_it_runs(base, change), change)
 
     def _ness_ranks(self) -> str:
         updates = saving.updates_in(self)
@@ -165,25 +174,30 @@ def install(updates: list[Update]) -> None:
         module.__dict__[UPDATES] = own
         module.__class__ = _constrained_class(type(module), present, runs, argument)  # type: ignore[arg-type]
         module._parameters.update(saving.trained_in(module))
+        for update in own:
+            if update.passing.base is None:
+                update.passing.base = saving.fingerprints(saving.base_in(module))
 
 
 def uninstall(updates: list[Update]) -> None:
     """Take updates out again: the module's own class, its own parameters. A module without any is left as it is."""
-    for module in {module for update in updates for module in update.layer.modules if is_constrained(module)}:
+    for module in {module for update in updates for module in update.layer.modules}:
+        strip(module)
+
+
+def strip(module: nn.Module) -> None:
+    """Take out of a module whatever makes it a constrained layer or a frozen norm, and nothing else."""
+    if is_constrained(module):
         for name in [name for name in module._parameters if name.startswith(PREFIX)]:
             del module._parameters[name]
-        del module.__dict__[UPDATES]
+        module.__dict__.pop(UPDATES, None)
         module.__class__ = type(module)._ness_base  # type: ignore[attr-defined]
+    module.__dict__.pop(BEFORE, None)
 
 
 def freeze_norm(module: nn.Module) -> None:
     """Make a norm layer use its stored statistics in train mode too."""
     module.__class__ = _frozen_norm_class(type(module))  # type: ignore[arg-type]
-
-
-def unfreeze_norm(module: nn.Module) -> None:
-    """Undo `freeze_norm`."""
-    module.__class__ = type(module)._ness_base  # type: ignore[attr-defined]
 
 
 def stored_statistics(module: nn.Module) -> bool:

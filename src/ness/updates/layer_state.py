@@ -269,14 +269,7 @@ class LayerState:
 
         Written to its tensor, each value is rounded once.
         """
-        layer = self.layer
-        targets = [p.data for p in (layer.weight, layer.bias) if p is not None] if into is None else into
-        weight = targets[0] if layer.weight_part is None else targets[0][layer.weight_part]
-        found = [(weight, layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))]
-        if layer.bias is not None:
-            bias = targets[1] if layer.bias_part is None else targets[1][layer.bias_part]
-            found.append((bias, matrix[..., layer.fan_in].flatten().to(bias.device)))
-        return found
+        return swaps_of(self.layer, matrix, into)
 
     # -- private parts ----------------------------------------------------------------------------------------------
 
@@ -348,6 +341,17 @@ class LayerState:
             held = 0 if self.directions is None else self.directions.shape[-1]
             self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None
+
+
+def swaps_of(layer: Layer, matrix: Tensor, into: Sequence[Tensor] | None = None) -> list[Swap]:
+    """See `LayerState.swaps`."""
+    targets = [p.data for p in (layer.weight, layer.bias) if p is not None] if into is None else into
+    weight = targets[0] if layer.weight_part is None else targets[0][layer.weight_part]
+    found = [(weight, layer.to_weight(matrix[..., : layer.fan_in].to(weight.device)))]
+    if layer.bias is not None:
+        bias = targets[1] if layer.bias_part is None else targets[1][layer.bias_part]
+        found.append((bias, matrix[..., layer.fan_in].flatten().to(bias.device)))
+    return found
 
 
 def _fraction(drift: float, output: float) -> float:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ness.distributed import sharded
 from ness.errors import NessError, warn
@@ -18,7 +19,7 @@ from ness.updates.update import Form, Update
 
 
 class OptimizerWatch:
-    """A hook that torch runs before every optimizer's step, from `constrain` until `remove` or the model's end.
+    """A hook that torch runs before every optimizer's step, from `start` until `remove` or the model's end.
 
     An optimizer that holds parameters of the model and none of the updates is warned of once: it was made before
     `constrain`, as that of a Trainer which is used for a second task, and trains heads at most.
@@ -32,14 +33,18 @@ class OptimizerWatch:
         held = {id(p): (u.layer.name, weakref.ref(p)) for u in updates for p in u.trained().values()}
         self._updates, self._model, self._form = held, weakref.ref(model), form
         self._seen: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+        self._handle: RemovableHandle | None = None
+
+    def start(self) -> OptimizerWatch:
+        """Put the hook into torch."""
         self._handle = register_optimizer_step_pre_hook(self._before_step)
-        self._end = weakref.finalize(model, self._handle.remove)
-        self._end.atexit = False
+        weakref.finalize(self._model(), self._handle.remove).atexit = False
+        return self
 
     def remove(self) -> None:
         """Take the hook out of torch; a second time does nothing."""
-        self._handle.remove()
-        self._end.detach()
+        if self._handle is not None:
+            self._handle.remove()
 
     def _trains(self, parameter: torch.Tensor) -> bool:
         known = self._updates.get(id(parameter))

@@ -12,7 +12,8 @@ function, chosen by counted FLOPs:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -153,6 +154,7 @@ class Update:
         self.made = {"": nn.Parameter(basis.new_zeros(layer.groups, layer.outputs, columns))}
         self.sizes: Tensor | None = None  # σ_i s_i, (groups, r): what a unit of A's column i moves all rows by
         self.limit: Tensor | None = None  # largest allowed ‖X ΔWᵀ‖_F, ()
+        self.tried: Mapping[str, Tensor] | None = None
         self.passing = Passing()
 
     @property
@@ -179,8 +181,16 @@ class Update:
         part = "" if self.layer.weight_part is None else f"_{self.layer.name[-1]}"
         return f"{PREFIX}{self.layer.weight_name}{part}{end}"
 
+    def trying(self, values: Mapping[str, Tensor]) -> Update:
+        """The same update with other values in place of those that are trained, by what their names end with."""
+        trial = copy.copy(self)
+        trial.tried = values
+        return trial
+
     def live(self, end: str = "") -> Tensor:
         """A trained parameter as it is now; one that is sharded over ranks is brought together."""
+        if self.tried is not None:
+            return self.tried[end]
         held = self.layer.module._parameters.get(self.name_of(end))
         return gathered(self.made[end] if held is None else held)
 

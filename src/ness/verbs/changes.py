@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from ness._precision import ordinarily
-from ness.updates.install import UPDATES
+from ness.updates.install import BEFORE, UPDATES
+from ness.updates.loading import arrange_checks
 from ness.updates.optimizers import OptimizerWatch
-from ness.updates.saving import arrange_checks
 from ness.verbs.remainder import Swap, write_all
 
 if TYPE_CHECKING:
@@ -28,13 +28,20 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 Result = TypeVar("Result")
 
+WATCHING = ("_watch_optimizers", "_hold")  # fields of a guard that look on while it constrains
+
 
 class Snapshot:
     """A model as it is: its modules' classes and parameters, what is trainable, gradients, and some tensors' values."""
 
     def __init__(self, modules: Iterable[nn.Module], tensors: Iterable[Tensor]) -> None:
         self.modules = [
-            (module, type(module), dict(module._parameters), module.__dict__.get(UPDATES))
+            (
+                module,
+                type(module),
+                dict(module._parameters),
+                {key: module.__dict__.get(key) for key in (UPDATES, BEFORE)},
+            )
             for module in dict.fromkeys(modules)
         ]
         parameters = dict.fromkeys(p for _, _, held, _ in self.modules for p in held.values() if p is not None)
@@ -43,16 +50,15 @@ class Snapshot:
 
     def restore(self) -> None:
         """Put everything back; what has not changed is left alone, and a second time changes nothing."""
-        for module, kind, parameters, updates in self.modules:
-            if updates is not None:
-                module.__dict__[UPDATES] = updates
+        for module, kind, parameters, notes in self.modules:
+            module.__dict__.update({key: note for key, note in notes.items() if note is not None})
             if type(module) is not kind:
                 module.__class__ = kind
             if not _same(module._parameters, parameters):
                 module._parameters.clear()
                 module._parameters.update(parameters)
-            if updates is None:
-                module.__dict__.pop(UPDATES, None)
+            for key in [key for key, note in notes.items() if note is None]:
+                module.__dict__.pop(key, None)
         for parameter, flag, gradient in self.parameters:
             parameter.requires_grad_(flag)
             parameter.grad = gradient
@@ -69,25 +75,24 @@ class Change:
     Args:
         guard: the guard.
         writes: tensors of the model, each with its new value.
-        arrange: rearranges the model's modules; returns the watch to be kept as `_watch_optimizers`.
+        arrange: rearranges the model's modules.
         after: the guard's new fields; `_protected` is always among them. None: the change is for a while only.
         modules: modules that are touched besides the model's own.
-        retired: watches that go once the change has happened.
     """
 
     def __init__(
         self,
         guard: NullSpace,
         writes: Sequence[Swap],
-        arrange: Callable[[], OptimizerWatch | None],
+        arrange: Callable[[], None],
         after: Mapping[str, Any] | None,
         modules: Iterable[nn.Module] = (),
-        retired: Sequence[OptimizerWatch] = (),
     ) -> None:
         self.guard, self.writes, self.arrange = guard, writes, arrange
         self.thread = threading.current_thread()
-        self.after = None if after is None else {**after, "_unfinished": None}
-        self.retired, self.arrived = list(retired), list[OptimizerWatch | None]()
+        self.after = None if after is None else {**dict.fromkeys(WATCHING), **after, "_unfinished": None}
+        self.begins = [None if after is None else after.get(key) for key in WATCHING]
+        self.ends = [None if after is None else guard.__dict__[key] for key in WATCHING]
         self.before = Snapshot((*guard.model.modules(), *modules), (tensor for tensor, _ in writes))
 
     @property
@@ -101,9 +106,12 @@ class Change:
         try:
             guard._unfinished = self
             write_all(self.writes)
-            self.arrived.append(self.arrange())
+            self.arrange()
+            for watch in self.begins:
+                if isinstance(watch, OptimizerWatch):
+                    watch.start()
             if after is not None:
-                guard.__dict__.update(after, _watch_optimizers=self.arrived[0])  # now it has happened
+                guard.__dict__.update(after)  # now it has happened
                 self.settle()
         except BaseException:
             self.settle()
@@ -115,22 +123,39 @@ class Change:
         if not happened:
             self.before.restore()
             arrange_checks(self.guard.model)
-        for handle in self.retired if happened else self.arrived:
-            if handle is not None:
-                handle.remove()
+        for watch in self.ends if happened else self.begins:
+            if watch is not None:
+                watch.remove()
         self.guard._unfinished = None
 
 
 def carry_out(
     guard: NullSpace,
     writes: Sequence[Swap],
-    arrange: Callable[[], OptimizerWatch | None],
+    arrange: Callable[[], None],
     after: Mapping[str, Any],
     modules: Iterable[nn.Module] = (),
-    retired: Sequence[OptimizerWatch] = (),
 ) -> None:
     """Make a `Change` of these and apply it; Ctrl-C waits until it is done."""
-    uninterrupted(Change(guard, writes, arrange, after, modules, retired).apply)
+    uninterrupted(Change(guard, writes, arrange, after, modules).apply)
+
+
+def in_one_step(
+    model: nn.Module, modules: Iterable[nn.Module], writes: Sequence[Swap], arrange: Callable[[], None]
+) -> None:
+    """The same for a model without a guard: write and rearrange, or leave all as it was; Ctrl-C waits."""
+    before = Snapshot(modules, (tensor for tensor, _ in writes))
+
+    def apply() -> None:
+        try:
+            write_all(writes)
+            arrange()
+        except BaseException:
+            before.restore()
+            arrange_checks(model)
+            raise
+
+    uninterrupted(apply)
 
 
 def uninterrupted(work: Callable[[], None]) -> None:

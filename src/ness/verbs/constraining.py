@@ -104,7 +104,10 @@ def check_constrain(guard: NullSpace, options: Options) -> None:
     if guard.constrained:
         raise NessError("constrain: already constrained; call merge() or discard() first")
     if any(is_constrained(module) for module in guard.model.modules()):
-        raise NessError("constrain: another guard holds this model; merge() or discard() that one first")
+        raise NessError(
+            "constrain: another guard holds this model; merge() or discard() that one first, or if it is gone, "
+            "ness.release(model)"
+        )
     refuse_observed(guard.model, "constrain")
     guard._refresh()
     if not guard._protected and not distributed.active():

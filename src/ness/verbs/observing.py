@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sized
 from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
@@ -37,6 +37,7 @@ from ness.verbs.remainder import Remainder
 if TYPE_CHECKING:
     from ness.guard import NullSpace
 
+Progress = Callable[[int, int | None, str], object]  # (batches done, of how many, name of the last)
 CLAIM = "_ness_claim"  # module.__dict__ key: which thread observes this module
 
 
@@ -103,7 +104,12 @@ class Observes:
         return dict(cast("NullSpace", self)._unmasked)
 
     def observe(
-        self, batches: Any, forward: Forward | None = None, task: str | None = None, mask: MaskOf | None = None
+        self,
+        batches: Any,
+        forward: Forward | None = None,
+        task: str | None = None,
+        mask: MaskOf | None = None,
+        progress: Progress | None = None,
     ) -> None:
         """Look at what must not change: one forward pass a batch, all layers at once, no sample kept.
 
@@ -119,11 +125,15 @@ class Observes:
             task: names what the model knows now ("first" by default).
             mask: `mask(batch)` says which tokens are real, instead of `attention_mask`: (batch, tokens), True or 1
                 where a token is real; None where all are. For (input, mask) batches: `mask=lambda batch: batch[1]`.
+            progress: `progress(done, total, name)` is called after each batch; total is None where `batches` has no
+                length.
 
         Raises:
             NessError: there was no batch, or no row that is no padding; a mask is 3-D or 4-D, or is one that is added
                 to scores; or NaN or Inf in a batch: the statistics are then those of the batches before it. That comes
-                at the end, or within 64 batches, since asking the device after each would make it wait.
+                at the end, or within 64 batches, since asking the device after each would make it wait. Or another
+                thread observes the model. After any other error, of the model or of `batches`, and after Ctrl-C,
+                model and guard are as before. Passes that other threads run meanwhile do not count.
 
         >>> from torch import Tensor, nn
         >>> from ness import NullSpace
@@ -134,13 +144,14 @@ class Observes:
         >>> guard.grams["1"].count
         4
         """
-        _observe(cast("NullSpace", self), batches, forward, task, mask)
+        _observe(cast("NullSpace", self), batches, forward, task, mask, progress)
 
     @contextmanager
     def observing(self, task: str | None = None) -> Iterator[None]:
         """Observe the forward passes that the caller runs inside the `with`.
 
-        A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none.
+        A call's own `attention_mask` says which of its tokens are padding; `masked` does where calls have none. After
+        an error inside whole passes before it count, after Ctrl-C none.
         """
         guard = cast("NullSpace", self)
         around = Around(guard)
@@ -184,17 +195,27 @@ class Observes:
 
 
 @whole
-def _observe(guard: NullSpace, batches: Any, forward: Forward | None, task: str | None, mask: MaskOf | None) -> None:
+def _observe(
+    guard: NullSpace,
+    batches: Any,
+    forward: Forward | None,
+    task: str | None,
+    mask: MaskOf | None,
+    progress: Progress | None,
+) -> None:
     check_mask_of(mask)
     before = set(guard._unmasked)
     with observed(guard, task, undo=True) as recorder:
         assert recorder.masking is not None
-        index = -1
-        for index, batch in enumerate(batches_of(batches)):
+        index, found = -1, batches_of(batches)
+        total = len(found) if isinstance(found, Sized) else None
+        for index, batch in enumerate(found):
             recorder.drop()
             recorder.masking.begin(masks_of_batch(batch, mask, guard.model), fixed=mask is not None)
             call_model(guard.model, batch, forward)
             recorder.end(f"batch {index}")
+            if progress is not None:
+                progress(index + 1, total, f"batch {index}")
         if index < 0:
             nothing_seen("there was no batch")
         recorder.check_rows()
@@ -222,8 +243,13 @@ class observed:
     def __enter__(self) -> Recorder:
         guard = self.guard
         refuse_sharded(guard.model, "observe", "observe and constrain first, then shard")
-        if guard.constrained or any(is_constrained(module) for module in guard.model.modules()):
+        if guard.constrained:
             raise NessError("observe: the model is constrained; call merge() or discard() first")
+        if any(is_constrained(module) for module in guard.model.modules()):
+            raise NessError(
+                "observe: the model is constrained by another guard; merge() or discard() that one first, or if it is "
+                "gone, ness.release(model)"
+            )
         if guard._observation is not None and not guard._observation.claim.bars():
             raise NessError("observe: this guard is observing already; end that first, or let it see these batches too")
         try:
@@ -256,7 +282,7 @@ class observed:
         assert self.watch is not None
         self.watch.close()
         counts = isinstance(error, NotFinite) or (
-            isinstance(error, Exception) and not self.undo and bool(self.accounts)
+            isinstance(error, Exception) and not self.undo and bool(self.accounts) and not self.recorder.ending
         )
         problem = None
         if error is None or counts:
@@ -272,6 +298,7 @@ class observed:
         """End it: the model is as it was before, and what is not the guard's by now never will be."""
         if self.watch is not None:
             self.watch.close()
+        self.recorder.account_of = self.accounts.__getitem__  # no cycle: a guard that is dropped goes at once
         self.claim.release(self.guard.model)
         if self.guard._observation is self:
             self.guard._observation = None

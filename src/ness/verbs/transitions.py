@@ -10,21 +10,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ness.errors import NessError, warn
 from ness.layers.names import listed
 from ness.layers.norms import affine_parameters, norm_swaps, read_norms
 from ness.tasks import Tasks
-from ness.updates.install import freeze_norm, install, is_constrained, stored_statistics, unfreeze_norm, uninstall
+from ness.updates.install import BEFORE, freeze_norm, install, stored_statistics, strip, uninstall
 from ness.updates.layer_state import LayerState, Swap
+from ness.updates.loading import arrange_checks
 from ness.updates.optimizers import OptimizerWatch
 from ness.updates.private import PrivatePart
-from ness.updates.saving import arrange_checks
 from ness.updates.update import Form, Update
 from ness.verbs.changes import carry_out
 from ness.verbs.checks import refuse_sharded
 from ness.verbs.observing import refuse_observed
+from ness.verbs.release import Before, Hold, Owner, records
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
@@ -69,11 +70,17 @@ def enter(
         "_phase": "constrained",
     }
     updates = updates_in(states)
+    watch = OptimizerWatch(guard.model, updates, form)
+    owner = Owner(guard, watch)
+    fields |= {"_watch_optimizers": watch, "_hold": Hold(guard.model, owner)}
     modules = [module for update in updates for module in update.layer.modules]
-    carry_out(guard, writes, partial(_constrained, guard, updates, form), {**others, **fields}, modules)
+    arrange = partial(_constrained, guard, updates, records(guard, owner))
+    carry_out(guard, writes, arrange, {**others, **fields}, modules)
 
 
-def _constrained(guard: NullSpace, updates: list[Update], form: Form) -> OptimizerWatch:
+def _constrained(guard: NullSpace, updates: list[Update], kept: Mapping[nn.Module, Before]) -> None:
+    for module, record in kept.items():
+        module.__dict__[BEFORE] = record
     for name, parameter in guard.model.named_parameters(remove_duplicate=False):
         if name not in guard._found.excluded:
             parameter.requires_grad_(False)
@@ -87,7 +94,6 @@ def _constrained(guard: NullSpace, updates: list[Update], form: Form) -> Optimiz
                 freeze_norm(module)
     install(updates)
     arrange_checks(guard.model)
-    return OptimizerWatch(guard.model, updates, form)
 
 
 def leave(guard: NullSpace, states: States, tasks: Tasks, phase: str, writes: list[Swap]) -> None:
@@ -95,16 +101,14 @@ def leave(guard: NullSpace, states: States, tasks: Tasks, phase: str, writes: li
     fields = {"_protected": states, "_tasks": tasks, "_flags": [], "_phase": phase}
     updates = updates_of(guard)
     modules = [module for update in updates for module in update.layer.modules]
-    retired = [] if guard._watch_optimizers is None else [guard._watch_optimizers]
-    carry_out(guard, writes, partial(_ordinary, guard, updates), fields, modules, retired)
+    carry_out(guard, writes, partial(_ordinary, guard, updates), fields, modules)
 
 
 def _ordinary(guard: NullSpace, updates: list[Update]) -> None:
     uninstall(updates)
+    for module in (*guard.model.modules(), *guard._found.norms.values()):
+        strip(module)
     arrange_checks(guard.model)
-    for module in guard._found.norms.values():
-        if is_constrained(module):
-            unfreeze_norm(module)
     for parameter, flag in guard._flags:
         parameter.requires_grad_(flag)
 

@@ -2,16 +2,17 @@
 
 import http.client
 import logging
+import os
+import stat
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
 
 import filelock
-import pooch
 
+from ness._files import make_folder, reason, sync_folder
 from ness._version import __version__
 from ness.errors import NessError
 from ness.lab.datasets.catalogue import Remote
@@ -46,7 +47,7 @@ def fetch(file: Remote, folder: Path, data_set: str, progress: Progress = log_pr
     target = folder / file.name
     _make(folder)
     lock = folder / f".{file.name}.lock"
-    with filelock.FileLock(lock):
+    with _alone(lock):
         if target.exists():
             _check(target, file, data_set)
             return target
@@ -56,7 +57,7 @@ def fetch(file: Remote, folder: Path, data_set: str, progress: Progress = log_pr
                 _retrieve(url, file, folder, progress)
                 return target
             except (OSError, http.client.HTTPException, ValueError) as error:
-                reasons.append(f"{url}: {error}")
+                reasons.append(f"{url}: {reason(error)}")
     with suppress(OSError):  # an attempt that brought nothing leaves nothing: no lock, no empty folder
         lock.unlink()
         folder.rmdir()
@@ -66,11 +67,27 @@ def fetch(file: Remote, folder: Path, data_set: str, progress: Progress = log_pr
     )
 
 
+@contextmanager
+def _alone(lock: Path) -> Iterator[None]:
+    """One process a file: another one waits."""
+    held = filelock.FileLock(lock)
+    try:
+        held.acquire()
+    except (OSError, NotImplementedError) as error:
+        raise NessError(f"{lock}: cannot be locked ({reason(error)}); name another folder with --data") from error
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            held.release()
+
+
 def _make(folder: Path) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
     except OSError as error:
-        raise NessError(f"{folder}: cannot be made ({error}); name a folder you may write to with --data") from error
+        text = f"{folder}: cannot be made ({reason(error)}); name a folder you may write to with --data"
+        raise NessError(text) from error
 
 
 def _check(target: Path, file: Remote, data_set: str) -> None:
@@ -85,32 +102,28 @@ def _check(target: Path, file: Remote, data_set: str) -> None:
 
 
 def _retrieve(url: str, file: Remote, folder: Path, progress: Progress) -> None:
-    """Let pooch fetch, check and rename; the downloading itself is ours, because it has to resume."""
+    """Download to the partial file, check it, flush it to the disk, and only then give it its name."""
     part = folder / f"{file.name}.part"
-
-    def download(url: str, output: str, _: Any) -> None:
-        _resume(url, part, file, progress)
-        part.replace(output)
-
-    with _quiet_pooch():
-        pooch.retrieve(
-            url,
-            known_hash=f"md5:{file.md5}" if file.md5 else None,
-            fname=file.name,
-            path=folder,
-            downloader=download,
-        )
+    _resume(url, part, file, progress)
+    if file.md5 is not None and (found := file_md5(part)) != file.md5:
+        part.unlink()  # ours, and nothing that could be gone on with
+        raise ValueError(f"found MD5 {found}, expected {file.md5}")
+    with _opened(part, os.O_WRONLY) as output:
+        os.fsync(output)
+    os.replace(part, folder / file.name)  # noqa: PTH105
+    sync_folder(folder)
 
 
 @contextmanager
-def _quiet_pooch() -> Iterator[None]:
-    logger = pooch.get_logger()
-    level = logger.level
-    logger.setLevel(logging.WARNING)
+def _opened(part: Path, flags: int) -> Iterator[int]:
+    """The partial file's handle, for writing; a pipe or a device of that name is refused."""
+    handle = os.open(part, flags | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0), 0o666)
     try:
-        yield
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise ValueError(f"{part} is no ordinary file; remove it")
+        yield handle
     finally:
-        logger.setLevel(level)
+        os.close(handle)
 
 
 def _resume(url: str, part: Path, file: Remote, progress: Progress) -> None:
@@ -120,7 +133,7 @@ def _resume(url: str, part: Path, file: Remote, progress: Progress) -> None:
         if done > file.size:
             part.unlink()  # ours, and not a beginning of this file
             continue
-        reason: Exception | None = None
+        said: Exception | None = None
         try:
             _append(url, part, done, file, progress)
         except urllib.error.HTTPError as error:
@@ -128,13 +141,13 @@ def _resume(url: str, part: Path, file: Remote, progress: Progress) -> None:
                 part.unlink()
             elif 400 <= error.code < 500:
                 raise
-            reason = error
+            said = error
         except (OSError, http.client.HTTPException) as error:
-            reason = error
+            said = error
         now = part.stat().st_size if part.exists() else 0
         failures = 0 if now > done else failures + 1
         if failures >= _TRIES:
-            raise OSError(f"it broke off at {now} of {file.size} bytes ({reason or 'the server sent no more'})")
+            raise OSError(f"it broke off at {now} of {file.size} bytes ({said or 'the server sent no more'})")
 
 
 def _append(url: str, part: Path, done: int, file: Remote, progress: Progress) -> None:
@@ -146,9 +159,11 @@ def _append(url: str, part: Path, done: int, file: Remote, progress: Progress) -
         going_on = answer.status == 206 and str(answer.headers.get("Content-Range", "")).startswith(f"bytes {done}-")
         if not going_on:
             done = 0
-        with part.open("ab" if going_on else "wb") as output:
+        with _opened(part, os.O_WRONLY | os.O_CREAT | (os.O_APPEND if going_on else os.O_TRUNC)) as output:
             while chunk := answer.read(_CHUNK):
-                output.write(chunk)
+                written = 0
+                while written < len(chunk):
+                    written += os.write(output, chunk[written:])
                 done += len(chunk)
                 if done > file.size:
                     raise ValueError(f"more than the {file.size} bytes of {file.name} were sent")

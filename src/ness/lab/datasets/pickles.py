@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ness.errors import NessError
+from ness.errors import NessError, printable
 from ness.lab.datasets.reading import Hashing
 
 DEPTH = 32  # values inside values
@@ -122,8 +122,9 @@ def _path(module: str, name: str) -> str:
     """The name of a global, if it is one of those that are known; NumPy 2 moved numpy.core to numpy._core."""
     path = f"{module}.{name}".replace("numpy._core.", "numpy.core.").replace("__builtin__.", "builtins.")
     if path not in _NAMES:
+        shown = printable(f"{module}.{name}"[:100])
         raise NessError(
-            f"a pickle names {module}.{name}, expected nothing but NumPy arrays and plain values; "
+            f"a pickle names {shown}, expected nothing but NumPy arrays and plain values; "
             "refused without running any of it"
         )
     return path
