@@ -184,8 +184,15 @@ def campaign(count: int, guided: bool) -> None:
     share = -(-count // len(KINDS))
     for kind in KINDS:
         began = time.monotonic()
-        argv = [sys.executable, __file__, str(share), "--kind", kind, "--guided" if guided else "--plain"]
-        done = subprocess.run(argv, capture_output=True, text=True)
+        argv = [
+            sys.executable,
+            str(Path(__file__).resolve()),
+            str(share),
+            "--kind",
+            kind,
+            "--guided" if guided else "--plain",
+        ]
+        done = subprocess.run(argv, capture_output=True, text=True, cwd=tempfile.gettempdir())
         assert done.returncode == 0, done.stderr[-3000:]
         said = done.stdout.strip() or f"{share} cases guided by coverage"
         print(f"fuzz, {kind}: {said}, no crash, hang or traceback, in {time.monotonic() - began:.0f} s", flush=True)

@@ -100,11 +100,14 @@ class Layer(ABC):
     def differs(self, matrix: Tensor) -> Tensor:
         """Whether the model stores another [W b] than this one (groups, o, width): (), bool, without waiting for it."""
         weight = self.weight.detach() if self.weight_part is None else self.weight.detach()[self.weight_part]
-        found = (self.to_matrix(weight).to(matrix.device) != matrix[..., : self.fan_in]).any()
-        if self.bias is None:
-            return found
-        bias = self.bias.detach() if self.bias_part is None else self.bias.detach()[self.bias_part]
-        return found | (bias.reshape(self.groups, self.outputs).to(matrix.device) != matrix[..., self.fan_in]).any()
+        pairs = [(self.to_matrix(weight), matrix[..., : self.fan_in])]
+        if self.bias is not None:
+            bias = self.bias.detach() if self.bias_part is None else self.bias.detach()[self.bias_part]
+            pairs.append((bias.reshape(self.groups, self.outputs), matrix[..., self.fan_in]))
+        pairs = [(now.to(then.device), then) for now, then in pairs]
+        if matrix.device.type == "cpu":  # nobody to wait for
+            return torch.tensor(not all(now.dtype == then.dtype and torch.equal(now, then) for now, then in pairs))
+        return torch.stack([(now != then).any() for now, then in pairs]).any()
 
     def joint(self, weight: Tensor, bias: Tensor | None) -> Tensor:
         """[W b] (groups, o, width) of a parameter pair."""

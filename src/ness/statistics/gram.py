@@ -249,7 +249,7 @@ class Gram:
         twin = self.like()
         twin.count = self.count
         if self.kept is not None:
-            twin.opened().copy_(self.kept)
+            twin.kept = self.kept.clone() if self.folder is None else twin.opened().copy_(self.kept)
         return twin
 
     # -- reading it -------------------------------------------------------------------------------------------------

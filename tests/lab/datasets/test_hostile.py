@@ -64,6 +64,7 @@ PICKLES: dict[str, bytes] = {
     "a number of many digits": b"I" + b"9" * 100_000 + b"\n.",
     "a state for one of our functions": b"\x80\x02cnumpy\ndtype\n}U\x01aK\x01sb.",
     "a state for what a name stands for": b"\x80\x02cnumpy\nndarray\n}U\x01aK\x01sb.",
+    "a name of two lines": b"\x80\x04\x8c\x08numpy.\nc\x8c\x01x\x93.",
     "something persistent": b"\x80\x02K\x01Q.",
     "an extension": b"\x80\x02\x82\x01.",
     "a large array of no bytes": b"\x80\x02cnumpy.core.multiarray\n_reconstruct\n(cnumpy\nndarray\n(J\xff\xff\xff\x7ftU\x01btR(K\x01(J\xff\xff\xff\x7ftcnumpy\ndtype\nU\x02u1K\x00K\x01\x87R\x89U\x00tb.",  # noqa: E501

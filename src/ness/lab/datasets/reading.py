@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ness._files import open_regular
-from ness.errors import NessError
+from ness.errors import NessError, printable
 
 _CHUNK = 1 << 20
 
@@ -20,7 +20,9 @@ def guarded(path: Path, data_set: str) -> Iterator[None]:
     """Turn any failure to read `path` into a NessError that names it; the file itself is left as it is."""
     try:
         yield
-    except NessError:
+    except NessError as error:
+        if (plain := printable(str(error))) != str(error):  # a name from the file
+            raise NessError(plain) from error
         raise
     except Exception as error:  # a hostile file may raise anything: this is the border
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:200]
