@@ -80,5 +80,5 @@ def test_the_command_says_what_it_chose(
     said = capsys.readouterr()
     assert "auto: cpu (no card found)\n" in said.err
     assert "auto" not in said.out
-    assert main([*command, "--device", "cuda", "--again"]) == 1
+    assert main([*command, "--device", "cuda", "--again"]) == 2
     assert "ness: --device cuda: torch sees no GPU here" in capsys.readouterr().err
