@@ -8,6 +8,7 @@ import io
 import subprocess
 import sys
 import warnings
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -229,6 +230,29 @@ def test_a_dropped_guard_in_a_cycle_says_it_too() -> None:
     with pytest.warns(ness.NessWarning, match=r"ness\.release\(model\)"):  # noqa: PT031
         del guard
         gc.collect()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_dropped_guard_keeps_no_model_alive_where_warnings_are_errors(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(count)])
+    guard = ness.NullSpace(model)
+    guard.observe(low_rank(20, 8))
+    guard.constrain()
+    kept: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda found: kept.append(found.exc_value))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        del guard
+        gc.collect()
+    (error,) = kept
+    assert isinstance(error, ness.NessWarning)
+    assert f"{count} layer{'s still have' if count > 1 else ' still has'} its updates" in str(error)
+    ends = weakref.ref(model)
+    del model
+    gc.collect()
+    assert ends() is None  # though the error and its frames still live
 
 
 @pytest.mark.parametrize("end", ["merge", "discard", "release", "never constrained"])

@@ -226,16 +226,22 @@ def _left_by(model: nn.Module | None, owner: Owner) -> list[nn.Module]:
     return [module for module in modules if getattr(module.__dict__.get(BEFORE), "owner", None) is owner]
 
 
-def _left_behind(reference: weakref.ref[Any], owner: Owner) -> None:
-    model: nn.Module | None = reference()
+def _left_behind(model: weakref.ref[Any], owner: Owner) -> None:
+    said = _leftovers(model(), owner)
+    if said is not None:  # where warnings are errors the traceback outlives this call: no frame of it holds the model
+        warn(said)
+
+
+def _leftovers(model: nn.Module | None, owner: Owner) -> str | None:
     own = _left_by(model, owner)
     if not own:
-        return
+        return None
     layers = dict.fromkeys(update.layer.name for module in own for update in _updates(module))
     frozen = sum(is_constrained(module) and UPDATES not in module.__dict__ for module in own)
-    kind, norms = type(model).__name__.removeprefix("Constrained"), "is" if frozen == 1 else "are"
-    warn(
-        f"a guard was dropped while it constrained a {kind}: {_count(len(layers), 'layer')} still have its updates, "
+    kind = type(model).__name__.removeprefix("Constrained")
+    has, norms = "has" if len(layers) == 1 else "have", "is" if frozen == 1 else "are"
+    return (
+        f"a guard was dropped while it constrained a {kind}: {_count(len(layers), 'layer')} still {has} its updates, "
         f"{_count(frozen, 'norm')} {norms} frozen, and other weights do not train. ness.release(model) makes the model "
         "plain again, as it was before constrain(); ness.release(model, merge=True) keeps what it has learnt"
     )
