@@ -44,14 +44,14 @@ reliability: $(VENV)/.ready     ## all campaigns of docs/reliability.md, figures
 test-real: $(VENV)/.ready       ## the checks on real data sets (NESS_DATA=folder)
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -m real
 
-test-gpu: $(VENV)/.ready        ## the checks on a CUDA card
+test-gpu: $(VENV)/.ready        ## the checks on a CUDA GPU
 	$(BIN)/python -m pytest -q -m gpu
 
 test-transformers: $(VENV)/.ready  ## the checks against the real transformers, peft and accelerate packages
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft accelerate
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m transformers
 
-test-triton: $(VENV)/.ready     ## the card's kernels in Triton's interpreter, without a card
+test-triton: $(VENV)/.ready     ## the GPU's kernels in Triton's interpreter, without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton
 	TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/lab/gpu/test_fuse.py
 

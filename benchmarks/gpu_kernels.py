@@ -1,4 +1,4 @@
-"""Where a captured step's time goes on a CUDA card: its kernels, how often each runs and how long, alone on the card.
+"""Where a captured step's time goes on a CUDA GPU: its kernels, how often each runs and how long, alone on the GPU.
 
 Those of an epoch, its short validation included, divided by its steps.
 With lanes side by side kernels overlap, so a step takes less than their sum; what is long here is what they fight for.
@@ -41,7 +41,7 @@ def main() -> None:
     parser.add_argument("--most", type=int, default=15, help="kernels shown")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
-        print("gpu_kernels: no CUDA card here; nothing measured")
+        print("gpu_kernels: no CUDA GPU here; nothing measured")
         return
     device = torch.device("cuda")
     for network in asked.networks:

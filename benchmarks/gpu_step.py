@@ -1,4 +1,4 @@
-"""Milliseconds a step and lane on a CUDA card: plain loop, captured, captured side by side, unconstrained or NESS.
+"""Milliseconds a step and lane on a CUDA GPU: plain loop, captured, captured side by side, unconstrained or NESS.
 
 Steps of batch 64 with the laboratory's own trainer, in the second of two tasks, where NESS is constrained. Images are
 random with the spectrum of photographs, 1/f, and eps is large enough for the first layer to train. Where nothing of the
@@ -115,7 +115,7 @@ def main() -> None:
     asked = parser.parse_args()
     allow_many_streams()
     if not torch.cuda.is_available():
-        print("gpu_step: no CUDA card here; nothing measured")
+        print("gpu_step: no CUDA GPU here; nothing measured")
         return
     device = torch.device("cuda")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, milliseconds a step and lane, batch 64")

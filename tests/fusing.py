@@ -97,13 +97,13 @@ class Made:
 def both(case: Case, device: torch.device, patch: pytest.MonkeyPatch) -> tuple[Found, Found]:
     """What the kernels give and what the modules give."""
     made = case.on(device)
-    patch.setattr(fuse, "on_card", lambda x: True)
+    patch.setattr(fuse, "on_gpu", lambda x: True)
     asked = []
     patch.setattr(fuse, "_together", lambda *args, real=fuse._together: asked.append(1) or real(*args))
     by_kernels = made.run()
     assert asked, "the modules ran"
     patch.undo()
-    patch.setattr(fuse, "on_card", lambda x: False)
+    patch.setattr(fuse, "on_gpu", lambda x: False)
     by_modules = made.run()
     patch.undo()
     return by_kernels, by_modules

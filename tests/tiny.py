@@ -37,7 +37,7 @@ class TinyNet(Network):
 
 
 class Blocks(Network):
-    """Of AlexNet's blocks, which the card runs by kernels of its own."""
+    """Of AlexNet's blocks, which the GPU runs by kernels of its own."""
 
     wires = (Wire("conv.conv", "conv", None, "conv.norm"), Wire("fc.linear", "fc", "conv", "fc.norm"))
 

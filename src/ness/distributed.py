@@ -46,7 +46,7 @@ def together(work: Callable[[], Result]) -> Result:
 
 
 def _carrier(tensor: Tensor) -> Tensor:
-    """The tensor where the backend can reach it: NCCL needs a card, gloo takes the CPU."""
+    """The tensor where the backend can reach it: NCCL needs a GPU, gloo takes the CPU."""
     if dist.get_backend() == "nccl":
         return tensor.to(torch.device("cuda", torch.cuda.current_device())).contiguous()
     return tensor.detach().cpu().contiguous()

@@ -1,4 +1,4 @@
-"""On a card: the kernels do what the modules do, on the networks' shapes, the same bits every time."""
+"""On a GPU: the kernels do what the modules do, on the networks' shapes, the same bits every time."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -19,13 +19,13 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
 ]
-CARD = torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
     pytest.importorskip("triton")
-    with repeatable(CARD):
+    with repeatable(CUDA):
         yield
 
 
@@ -47,7 +47,7 @@ CHANGES: dict[str, dict[str, object]] = {
 def assert_as_modules(case: Case, change: str, monkeypatch: pytest.MonkeyPatch) -> None:
     changed: Case = replace(case, **CHANGES[change])  # type: ignore[arg-type]
     tolerances = (3e-2, 1e-2) if changed.dtype == torch.bfloat16 else (2e-5, 1e-5)
-    assert_same(*both(changed, CARD, monkeypatch), *tolerances)
+    assert_same(*both(changed, CUDA, monkeypatch), *tolerances)
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -66,7 +66,7 @@ def test_kernels_do_what_a_residual_block_does(shape: str, change: str, monkeypa
 def test_any_size_of_batch(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for case in (*ALEXNET, *RESNET):
         case = replace(case, shape=(size, *case.shape[1:]))
-        found, expected = both(case, CARD, monkeypatch)
+        found, expected = both(case, CUDA, monkeypatch)
         assert_same(found, expected, 5e-4 if size == 2 and len(case.shape) == 2 else 2e-5, 1e-5)
 
 
@@ -89,7 +89,7 @@ def test_kernels_do_what_the_modules_do_in_parts(shape: str, parts: int, monkeyp
 def test_parts_are_what_they_are_alone(shape: str, parts: int, dtype: torch.dtype) -> None:
     """Bit for bit where a part begins at 16 bytes for all that is known of it when a kernel is built."""
     case = in_parts((SHAPES | RESIDUAL)[shape], parts, dtype=dtype)
-    together, apart = together_and_apart(case, CARD)
+    together, apart = together_and_apart(case, CUDA)
     assert_same(together, apart, 1e-2 if dtype == torch.bfloat16 else 1e-5, 1e-3)
     if case.shape[1] * dtype.itemsize % 16 == 0:
         for key in together.keys() - {"dgamma", "dbeta"}:
@@ -108,18 +108,18 @@ def test_parts_that_begin_anywhere(images: int, channels: int, monkeypatch: pyte
         Case((10 * images, channels), dropout=0.5),
     ):
         for parts in (2, 3):
-            assert_same(*both(in_parts(case, parts), CARD, monkeypatch), 1e-4, 1e-3)
-            assert_same(*together_and_apart(in_parts(case, parts, dtype=torch.bfloat16), CARD), 1e-2, 1e-2)
+            assert_same(*both(in_parts(case, parts), CUDA, monkeypatch), 1e-4, 1e-3)
+            assert_same(*together_and_apart(in_parts(case, parts, dtype=torch.bfloat16), CUDA), 1e-2, 1e-2)
 
 
 @pytest.mark.parametrize("shape", [*SHAPES, *RESIDUAL])
 def test_a_second_derivative_in_parts_is_that_of_the_modules(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    made = replace(in_parts((SHAPES | RESIDUAL)[shape], 2), dropout=0.0).on(CARD)
-    relu, _, pool = made.case.modules(Generator(CARD))
+    made = replace(in_parts((SHAPES | RESIDUAL)[shape], 2), dropout=0.0).on(CUDA)
+    relu, _, pool = made.case.modules(Generator(CUDA))
     found = []
     for way in (True, False):
         with monkeypatch.context() as patch:
-            patch.setattr(fuse, "on_card", lambda x, way=way: way)
+            patch.setattr(fuse, "on_gpu", lambda x, way=way: way)
             x = made.x.clone().requires_grad_()
             wanted = [x, *made.norm.parameters()]
             add = made.add if made.case.add else None
@@ -134,10 +134,10 @@ def test_a_second_derivative_in_parts_is_that_of_the_modules(shape: str, monkeyp
 
 def captured(case: Case) -> Found:
     """What a graph of forward and backward gives, replayed twice on the same numbers."""
-    made = case.on(CARD)
+    made = case.on(CUDA)
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
-        generator = Generator(CARD).manual_seed(2)
+        generator = Generator(CUDA).manual_seed(2)
         x, add = made.x.clone().requires_grad_(), made.add.clone().requires_grad_() if case.add else None
         relu, dropout, pool = case.modules(generator)
         parameters = [x, *made.norm.parameters(), *([] if add is None else [add])]
@@ -171,8 +171,8 @@ def test_captured_twice_it_is_bit_equal(shape: str) -> None:
         assert all(torch.equal(one[name], two[name]) for name in one)  # type: ignore[arg-type]
 
 
-def test_a_step_of_the_kernels_does_not_wait_for_the_card() -> None:
-    made = AFTER_CONV.on(CARD)
+def test_a_step_of_the_kernels_does_not_wait_for_the_gpu() -> None:
+    made = AFTER_CONV.on(CUDA)
     made.run()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -182,15 +182,15 @@ def test_a_step_of_the_kernels_does_not_wait_for_the_card() -> None:
 
 
 def network(name: str, norms: Norms) -> Network:
-    """On the card, the same every time."""
+    """On the GPU, the same every time."""
     return build(
         registry.all_networks()[name],
         (3, 84, 84) if name.endswith("84") else (3, 32, 32),
         [10],
         norms,
         weights=Generator().manual_seed(1),
-        dropout=Generator(CARD).manual_seed(1),
-        device=CARD,
+        dropout=Generator(CUDA).manual_seed(1),
+        device=CUDA,
     )
 
 
@@ -203,12 +203,12 @@ def test_a_whole_network_is_the_same_to_rounding(name: str, norms: Norms, monkey
     for way in ("modules", "kernels", "kernels"):
         with monkeypatch.context() as patch:
             if way == "modules":
-                patch.setattr(fuse, "on_card", lambda x: False)
+                patch.setattr(fuse, "on_gpu", lambda x: False)
             net = network(name, norms).train()
             side = 84 if name.endswith("84") else 32
-            images = torch.randn(64, 3, side, side, generator=Generator().manual_seed(3)).to(CARD)
+            images = torch.randn(64, 3, side, side, generator=Generator().manual_seed(3)).to(CUDA)
             logits = net(images.contiguous(memory_format=torch.channels_last), 0)
-            torch.nn.functional.cross_entropy(logits, torch.arange(64, device=CARD) % 10).backward()
+            torch.nn.functional.cross_entropy(logits, torch.arange(64, device=CUDA) % 10).backward()
             gradients = {key: value.grad for key, value in net.named_parameters() if value.grad is not None}
             running = {key: value.clone() for key, value in net.named_buffers() if value.is_floating_point()}
             found.append({"logits": logits.detach(), **gradients, **running})
@@ -225,7 +225,7 @@ def test_a_network_in_parts_is_two_passes(name: str, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     side, calls, real = 84 if name.endswith("84") else 32, [], fuse._together
     monkeypatch.setattr(fuse, "_together", lambda *args: calls.append(1) or real(*args))
-    images = torch.randn(128, 3, side, side, generator=Generator().manual_seed(3)).to(CARD)
+    images = torch.randn(128, 3, side, side, generator=Generator().manual_seed(3)).to(CUDA)
     images = images.contiguous(memory_format=torch.channels_last)
     found, counted = [], []
     for apart in (True, False):
@@ -251,7 +251,7 @@ def test_every_block_of_a_training_network_is_fused(name: str, monkeypatch: pyte
     net, real, calls = network(name, "batch").train(), fuse._together, []
     monkeypatch.setattr(fuse, "_together", lambda *args: calls.append(args[0].dtype) or real(*args))
     side = 84 if name.endswith("84") else 32
-    images = torch.randn(64, 3, side, side, device=CARD).contiguous(memory_format=torch.channels_last)
+    images = torch.randn(64, 3, side, side, device=CUDA).contiguous(memory_format=torch.channels_last)
     norms = sum(isinstance(module, fuse.BatchNorm1d | fuse.BatchNorm2d) for module in net.modules())
     for narrow in (False, True):
         calls.clear()

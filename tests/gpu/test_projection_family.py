@@ -1,4 +1,4 @@
-"""On a card: the steps of the projection family can be captured, and a captured epoch is a plain one."""
+"""On a GPU: the steps of the projection family can be captured, and a captured epoch is a plain one."""
 
 from typing import Any
 

@@ -14,7 +14,7 @@ from torch import nn
 import ness
 from ness.layers import ConvLayer
 from ness.statistics import gram as gram_module
-from ness.statistics.gram import CARD_TILES, TILE, add_gram_, add_product_, gram_of_rows, parts_of, widened, with_ones
+from ness.statistics.gram import GPU_TILES, TILE, add_gram_, add_product_, gram_of_rows, parts_of, widened, with_ones
 
 
 @given(cuts=st.lists(st.integers(0, 60), max_size=5), seed=st.integers(0, 1000))
@@ -61,11 +61,11 @@ def test_a_product_in_parts_is_the_product(groups: int, each: int, parts: int, w
 @settings(max_examples=200, deadline=None)
 def test_parts_divide_the_rows_and_are_no_larger_than_they(groups: int, count: int, width: int) -> None:
     parts = parts_of(torch.empty(groups, count, width, device="meta"))
-    assert 1 <= parts <= CARD_TILES
+    assert 1 <= parts <= GPU_TILES
     assert count % parts == 0
     if parts > 1:
         assert parts * width * width <= count * width
-        assert groups * parts * (-(-width // TILE)) ** 2 <= CARD_TILES
+        assert groups * parts * (-(-width // TILE)) ** 2 <= GPU_TILES
 
 
 def test_fast_mode_is_right_to_1e6() -> None:

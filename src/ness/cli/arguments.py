@@ -36,7 +36,7 @@ class How:
 
     out: Path = setting(Path("runs"), "folder of the run folders")
     data: Path | None = setting(None, "folder of data sets; the benchmark's own place by default")
-    device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto: the card with most free memory, else the CPU")
+    device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto: the GPU with most free memory, else the CPU")
     lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     fast: bool = setting(False, "on a GPU: bfloat16 and whatever kernels are fastest; a seed then gives no equal bits")

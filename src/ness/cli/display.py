@@ -45,7 +45,7 @@ class CommandClock:
     def tell(self, grid: Grid, asked: bool, quiet: bool = False) -> None:
         """The table, if it was asked for or there was a GPU (and not `quiet`), and something was run."""
         runs = [outcome.times for outcome in grid.outcomes if outcome.how != "there"]
-        if runs and (asked or (grid.on_card and not quiet)):
+        if runs and (asked or (grid.on_gpu and not quiet)):
             sys.stderr.write(aligned(table(runs, time.perf_counter() - self.began)))
 
 

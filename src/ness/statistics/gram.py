@@ -17,19 +17,19 @@ from ness.errors import NessError
 from ness.statistics.on_disk import zeros_on_disk
 
 CHUNK_ELEMENTS = 1 << 22  # entries of X widened to float64 at a time: 32 MB, whatever the number of samples
-CHUNK_ON_A_CARD = 8  # times as many there: a card waits for nothing but the next launch
-CARD_TILES = 256  # products of tiles that keep a large card busy, about
+CHUNK_ON_A_GPU = 8  # times as many there: a GPU waits for nothing but the next launch
+GPU_TILES = 256  # products of tiles that keep a large GPU busy, about
 TILE = 64  # their edge in float64
 STRIPS = 16  # strips at most: C then takes 17/32 of its entries
 NARROWEST = 64  # their least height: products of fewer rows cost more than they save
-NARROW_ON_A_CARD = 1024  # narrower ones are one product there, since a card waits for launches
+NARROW_ON_A_GPU = 1024  # narrower ones are one product there, since a GPU waits for launches
 CHUNK_ROWS = 1 << 12  # rows summed in float32 at a time in the fast mode: keeps 1e-6 against float64
 
 
 def gram_of_rows(rows: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
     """C = Xᵀ X of rows X (groups, n, d) as float64 (groups, d, d).
 
-    With `dtype=torch.float32` blocks are multiplied in float32 and summed in float64: faster on cards with slow
+    With `dtype=torch.float32` blocks are multiplied in float32 and summed in float64: faster on GPUs with slow
     float64, and right to 1e-6 instead of 1e-10.
 
     >>> gram_of_rows(torch.tensor([[[3.0, 0.0], [0.0, 4.0]]]))
@@ -62,7 +62,7 @@ def add_gram_(total: Tensor, rows: Tensor, fan_in: int, dtype: torch.dtype = tor
 def add_product_(total: Tensor, rows: Tensor, parts: int) -> None:
     """C += Xᵀ X (groups, d, d) of rows (groups, n, d), multiplied in so many parts side by side, which divide n.
 
-    A product of few columns and many rows is a few tiles to a card, each a long sum: most of it would stand idle.
+    A product of few columns and many rows is a few tiles to a GPU, each a long sum: most of it would stand idle.
     """
     if parts == 1:
         total.baddbmm_(rows.mT, rows)
@@ -73,7 +73,7 @@ def add_product_(total: Tensor, rows: Tensor, parts: int) -> None:
 
 
 def parts_of(rows: Tensor) -> int:
-    """Into how many parts of equal length rows (groups, n, d) are cut so that a card is busy with their product.
+    """Into how many parts of equal length rows (groups, n, d) are cut so that a GPU is busy with their product.
 
     The parts' products together are never larger than the rows.
 
@@ -81,13 +81,13 @@ def parts_of(rows: Tensor) -> int:
     [232, 3, 1]
     """
     groups, count, width = rows.shape
-    wanted = min(CARD_TILES // (groups * (-(-width // TILE)) ** 2), count // max(1, width))
+    wanted = min(GPU_TILES // (groups * (-(-width // TILE)) ** 2), count // max(1, width))
     return next((parts for parts in range(wanted, 1, -1) if count % parts == 0), 1)
 
 
 def row_blocks(rows: Tensor) -> Iterator[Tensor]:
     """Blocks (groups, ≤ m, …) of rows, small enough to be widened one at a time."""
-    limit = CHUNK_ELEMENTS * (CHUNK_ON_A_CARD if rows.is_cuda else 1)
+    limit = CHUNK_ELEMENTS * (CHUNK_ON_A_GPU if rows.is_cuda else 1)
     return iter(torch.split(rows, max(1, limit // max(1, rows[:, :1].numel())), dim=1))
 
 
@@ -295,7 +295,7 @@ class Gram:
         with full_precision(rows):
             if len(strips) == 1 and rows.device == self.device:
                 add_product_(strips[0][1], rows, parts_of(rows) if rows.is_cuda else 1)
-            elif rows.is_cuda and self.width < NARROW_ON_A_CARD:
+            elif rows.is_cuda and self.width < NARROW_ON_A_GPU:
                 whole = rows.new_zeros(self.groups, self.width, self.width)
                 add_product_(whole, rows, parts_of(rows))
                 for (start, end), strip in strips:

@@ -89,7 +89,7 @@ def test_fast_and_exact_records_never_meet_in_a_mean() -> None:
 
 def test_on_a_cpu_it_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--method", "finetune", "--fast", "--out", str(tmp_path / "runs")]) == 1
-    assert "--fast is for a card, and the device is cpu" in capsys.readouterr().err
+    assert "--fast is for a GPU, and the device is cpu" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
     with pytest.raises(NessError, match="--fast"):
         amp.check(torch.device("cpu"))

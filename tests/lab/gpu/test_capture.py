@@ -1,4 +1,4 @@
-"""Captured epochs, as far as that goes without a card: all but the graphs, whose work is done again instead."""
+"""Captured epochs, as far as that goes without a GPU: all but the graphs, whose work is done again instead."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -27,7 +27,7 @@ VARIANTS = {
 
 
 class Repeating(CapturedRunner):
-    """Its graphs do their work again; recording does nothing, as on a card."""
+    """Its graphs do their work again; recording does nothing, as on a GPU."""
 
     def _beside(self) -> Any:
         return nullcontext()

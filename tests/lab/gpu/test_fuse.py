@@ -25,14 +25,14 @@ IMAGES = torch.randn(4, 3, 6, 6, generator=Generator().manual_seed(1)).contiguou
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """As on a card: one entry a call that the kernels would have answered."""
+    """As on a GPU: one entry a call that the kernels would have answered."""
     found: list[int] = []
 
     def together(x: Tensor, *modules: nn.Module | None) -> Tensor:
         found.append(1)
         return x
 
-    monkeypatch.setattr(fuse, "on_card", lambda x: True)
+    monkeypatch.setattr(fuse, "on_gpu", lambda x: True)
     monkeypatch.setattr(fuse, "_together", together)
     return found
 
@@ -338,7 +338,7 @@ def test_a_second_derivative_is_that_of_the_modules(kind: str, parts: int, monke
     norms: Norms = "stored" if parts == 1 else "batch"
     found = []
     for way in (True, False):
-        monkeypatch.setattr(fuse, "on_card", lambda x, way=way: way)
+        monkeypatch.setattr(fuse, "on_gpu", lambda x, way=way: way)
         torch.manual_seed(1)
         made: nn.Module = block(norms) if kind == "conv" else Block(3, 8, 2, norms)
         made.to(memory_format=torch.channels_last)
@@ -353,7 +353,7 @@ def test_a_second_derivative_is_that_of_the_modules(kind: str, parts: int, monke
 
 @pytest.mark.usefixtures("kernels")
 def test_nan_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fuse, "on_card", lambda x: True)
+    monkeypatch.setattr(fuse, "on_gpu", lambda x: True)
     made, x = block(), IMAGES.clone()
     x[0, 0, 0, 0] = torch.nan
     assert made(x).isnan().all()
@@ -362,7 +362,7 @@ def test_nan_comes_through(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("kernels")
 def test_a_missing_generator_is_refused_by_both_ways(monkeypatch: pytest.MonkeyPatch) -> None:
     for way in (True, False):
-        monkeypatch.setattr(fuse, "on_card", lambda x, way=way: way)
+        monkeypatch.setattr(fuse, "on_gpu", lambda x, way=way: way)
         made = block()
         made.dropout.generator = None
         with pytest.raises(NessError, match="generator"):
@@ -373,7 +373,7 @@ def test_a_missing_generator_is_refused_by_both_ways(monkeypatch: pytest.MonkeyP
 def test_the_same_masks_are_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     states = []
     for way in (True, False):
-        monkeypatch.setattr(fuse, "on_card", lambda x, way=way: way)
+        monkeypatch.setattr(fuse, "on_gpu", lambda x, way=way: way)
         made = block()
         made(IMAGES)
         assert isinstance(made.dropout, Dropout)

@@ -88,7 +88,7 @@ def test_no_two_lanes_at_work_share_streams_and_a_place_is_taken_over_with_its_l
     assert len(made) == 2
 
 
-def test_lanes_are_for_cards() -> None:
+def test_lanes_are_for_gpus() -> None:
     assert lanes_for(CPU, None) == 1
     assert lanes_for(CPU, 1) == 1
     with pytest.raises(NessError, match="--lanes 3: lanes share a GPU and --device is cpu"):

@@ -149,7 +149,7 @@ def test_one_pass_of_raw_and_mixed_images_is_two(labels: str, monkeypatch: pytes
     changes = {"norm": "batch", "mix_labels": labels, "mix_weight": 1.0}
     sizes, two = both_losses(**changes)
     assert sizes == [16, 16]
-    monkeypatch.setattr(dfgp, "on_card", lambda x: True)
+    monkeypatch.setattr(dfgp, "on_gpu", lambda x: True)
     sizes, one = both_losses(**changes)
     assert sizes == [32]
     assert one.keys() == two.keys()
@@ -160,7 +160,7 @@ def test_one_pass_of_raw_and_mixed_images_is_two(labels: str, monkeypatch: pytes
 @pytest.mark.parametrize(("kind", "norm"), [(Dfgp, "stored"), (Penalised, "batch")])
 def test_stored_statistics_and_a_loss_of_its_own_take_two_passes(kind, norm, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes, before = both_losses(kind, norm=norm)
-    monkeypatch.setattr(dfgp, "on_card", lambda x: True)
+    monkeypatch.setattr(dfgp, "on_gpu", lambda x: True)
     again, found = both_losses(kind, norm=norm)
     assert sizes == again == [16, 16]
     assert all(torch.equal(found[name], value) for name, value in before.items())

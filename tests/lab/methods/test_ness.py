@@ -143,13 +143,13 @@ def test_batches_observed_in_one_pass_give_the_statistics_of_one_by_one(borders:
     one = until_task(tiny.trainer("ness", epochs=1, norm="batch", statistics="recomputed", borders=borders), 2)
     model, parts, grams = one.context.model, [], []
     model.norm.register_forward_hook(lambda norm, inputs, y: parts.append(norm.parts))
-    for on_card, expected in ((False, [1] * (8 if borders == "apart" else 7)), (True, [3, 1] * 2)):
-        monkeypatch.setattr(norms, "on_card", lambda network, on_card=on_card: on_card)
+    for on_gpu, expected in ((False, [1] * (8 if borders == "apart" else 7)), (True, [3, 1] * 2)):
+        monkeypatch.setattr(norms, "on_gpu", lambda network, on_gpu=on_gpu: on_gpu)
         parts.clear()
         one.method.guard = one.method._new_guard()
         one.method._observe(tuple(one.data["train"][:2]))
         assert model.norm.parts == 1  # nothing is held open across a pause
-        assert parts == (expected if borders == "apart" or not on_card else [7])
+        assert parts == (expected if borders == "apart" or not on_gpu else [7])
         grams.append(one.method.guard.grams)
     for alone, together in zip(*(found.values() for found in grams), strict=True):
         assert alone.count == together.count

@@ -90,8 +90,8 @@ def test_at_the_end_of_a_task_the_projector_is_the_closed_form_of_its_inputs() -
 def test_batches_in_one_pass_give_the_grams_of_one_by_one(monkeypatch) -> None:
     one = tiny.trainer("owm", norm="batch")
     found = []
-    for on_card in (False, True):
-        monkeypatch.setattr(norms, "on_card", lambda network, on_card=on_card: on_card)
+    for on_gpu in (False, True):
+        monkeypatch.setattr(norms, "on_gpu", lambda network, on_gpu=on_gpu: on_gpu)
         found.append(input_grams(one.context.model, one.method.layers, one.data["train"][0], 16))
     for alone, together in zip(*(grams.values() for grams in found), strict=True):
         assert alone.count == together.count

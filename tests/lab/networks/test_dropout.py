@@ -48,7 +48,7 @@ def test_any_shape_and_layout_is_masked(shape: tuple[int, ...]) -> None:
     assert set(found.flatten().tolist()) <= {0.0, 2.0}
     kept = layer.draw(x)
     assert kept is not None
-    assert kept.stride() == x.stride()  # the kernels of a card read both in one order
+    assert kept.stride() == x.stride()  # the kernels of a GPU read both in one order
 
 
 def test_without_dropout_nothing_is_dropped_or_drawn_and_modes_come_back() -> None:

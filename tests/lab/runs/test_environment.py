@@ -21,7 +21,7 @@ def test_devices_that_are_not_there() -> None:
             choose_device("cuda")
 
 
-def test_a_card_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_beyond_the_last_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert choose_device("cuda:1").index == 1

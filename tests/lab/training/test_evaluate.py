@@ -57,7 +57,7 @@ def test_batches_in_one_pass_are_judged_as_one_by_one(count: int, monkeypatch) -
     order = fixed_order(count, 0, "test", one.device)
     loss, accuracy = evaluate(one.method, samples, order)
     sizes = []
-    monkeypatch.setattr(norms, "on_card", lambda network: True)
+    monkeypatch.setattr(norms, "on_gpu", lambda network: True)
     one.context.model.norm.register_forward_hook(lambda norm, inputs, y: sizes.append((len(y), norm.parts)))
     together = evaluate(one.method, samples, order)
     assert float(together[0]) == pytest.approx(float(loss), abs=1e-5)
@@ -67,10 +67,10 @@ def test_batches_in_one_pass_are_judged_as_one_by_one(count: int, monkeypatch) -
     assert one.context.model.norm.parts == 1
 
 
-def test_a_norm_of_ones_own_sees_batch_after_batch_on_a_card_too(monkeypatch) -> None:
+def test_a_norm_of_ones_own_sees_batch_after_batch_on_a_gpu_too(monkeypatch) -> None:
     one = tiny.trainer("finetune", norm="batch")
     model = one.context.model
-    monkeypatch.setattr(norms, "on_card", lambda network: True)
+    monkeypatch.setattr(norms, "on_gpu", lambda network: True)
     samples, sizes = many(250, one.data["test"][0]), []
     for norm, expected in ((model.norm, [192, 58]), (nn.BatchNorm2d(4, track_running_stats=False), [64, 64, 64, 58])):
         sizes.clear()

@@ -1,1 +1,1 @@
-"""Kernels for a card, in Triton; imported only where one trains, for Triton may be missing."""
+"""Kernels for a GPU, in Triton; imported only where one trains, for Triton may be missing."""

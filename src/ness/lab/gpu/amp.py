@@ -14,9 +14,7 @@ from ness.errors import NessError
 def check(device: torch.device) -> None:
     """Refuses a device on which nothing would be faster."""
     if device.type != "cuda":
-        raise NessError(
-            f"--fast is for a card, and the device is {device.type}; use --device cuda, or leave --fast out"
-        )
+        raise NessError(f"--fast is for a GPU, and the device is {device.type}; use --device cuda, or leave --fast out")
 
 
 def narrow(device: torch.device, fast: bool) -> AbstractContextManager[object]:

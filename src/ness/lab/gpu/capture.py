@@ -1,6 +1,6 @@
 """How an epoch's steps are carried out: one after another from Python, or replayed from a captured CUDA graph.
 
-Both call the very same `Step`. Captured, its inputs are read from buffers at a counter that lives on the card, so that
+Both call the very same `Step`. Captured, its inputs are read from buffers at a counter that lives on the GPU, so that
 a replay is all the host does for a step, and nothing is read back before the epoch is over.
 """
 
@@ -109,7 +109,7 @@ def _numbers(inputs: Inputs) -> tuple[Tensor, ...]:
 class CapturedRunner:
     """Replays graphs: one of the step for each size of batch, one of the evaluation, captured anew for every task.
 
-    What is captured is run once before, for libraries to make their plans; the host turns to other lanes until the card
+    What is captured is run once before, for libraries to make their plans; the host turns to other lanes until the GPU
     has done that, and with it whatever else the lane has put there.
     """
 
@@ -149,7 +149,7 @@ class CapturedRunner:
         if self.judged is None:
             with watch.phase("capture"), self._beside():
                 result = work()
-            pause("epoch")  # of which the card has all steps to do before
+            pause("epoch")  # of which the GPU has all steps to do before
             with watch.phase("capture"):
                 self.judged = self._record(lambda: result.copy_(work())), result
         with watch.phase("evaluation"):
@@ -233,5 +233,5 @@ def _moving(learning: TaskTrainer) -> Tensors:
 
 
 def runner_for(device: torch.device, plain: bool = False) -> Runner:
-    """Graphs on a card, plain steps elsewhere."""
+    """Graphs on a GPU, plain steps elsewhere."""
     return CapturedRunner() if device.type == "cuda" and not plain else PlainRunner()

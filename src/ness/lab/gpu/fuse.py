@@ -1,4 +1,4 @@
-"""What follows a convolution or linear layer, in few passes over memory where a card trains and Triton is there.
+"""What follows a convolution or linear layer, in few passes over memory where a GPU trains and Triton is there.
 
 Elsewhere, and where more could be wanted of the modules than their arithmetic (a hook, a norm in eval mode, a module of
 another type), they run one by one. Both ways draw the same dropout masks from the same generator.
@@ -30,7 +30,7 @@ def after(
     training: bool,
 ) -> Tensor:
     """pool(dropout(relu(norm(x) + add))) without what is None; `training`: whether the block that asks is."""
-    if training and on_card(x) and readable(x, add, pool) and replaceable(x, norm, relu, dropout, pool, add):
+    if training and on_gpu(x) and readable(x, add, pool) and replaceable(x, norm, relu, dropout, pool, add):
         return _together(x, norm, relu, dropout, pool, add)
     out: Tensor = norm(x)
     if add is not None:
@@ -50,14 +50,14 @@ def _launches() -> ModuleType | None:
     return launches
 
 
-def on_card(x: Tensor) -> bool:
+def on_gpu(x: Tensor) -> bool:
     """Whether x is where the kernels run, and they are there."""
     return x.is_cuda and _built_on(x.device)
 
 
 @cache
 def _built_on(device: torch.device) -> bool:
-    """Whether a kernel can be built and run there: Triton needs a C compiler, and a recent card."""
+    """Whether a kernel can be built and run there: Triton needs a C compiler, and a recent GPU."""
     launches: Any = _launches()
     if launches is None:
         return False

@@ -1,9 +1,9 @@
-"""Several runs side by side on one card, each a lane: streams, graphs and generators of its own.
+"""Several runs side by side on one GPU, each a lane: streams, graphs and generators of its own.
 
-One network of the paper's size cannot fill a card. A run pauses whenever it has put an epoch on the card, or a stretch
+One network of the paper's size cannot fill a GPU. A run pauses whenever it has put an epoch on the GPU, or a stretch
 of what its method does between tasks; the host then turns to a lane whose work is done. Lanes share nothing but the
-card, so a run ends as it would have ended alone. What is done between tasks (eigen-solvers, small products, numbers
-that the host waits for) goes on a stream that the card serves before the steps of others: the host waits less, and has
+GPU, so a run ends as it would have ended alone. What is done between tasks (eigen-solvers, small products, numbers
+that the host waits for) goes on a stream that the GPU serves before the steps of others: the host waits less, and has
 the next epochs ready in time.
 """
 
@@ -70,7 +70,7 @@ class Lane:
 
 
 def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED) -> int:
-    """How many lanes: one on a CPU, else as asked, else what the card's free memory takes, at most five.
+    """How many lanes: one on a CPU, else as asked, else what the GPU's free memory takes, at most five.
 
     `need` is what one lane needs in bytes.
     """
@@ -83,7 +83,7 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
         return 1
     if asked is not None:
         if not 1 <= asked <= MOST_STREAMS:
-            raise NessError(f"--lanes {asked}: expected 1 to {MOST_STREAMS}, as many streams as there are on a card")
+            raise NessError(f"--lanes {asked}: expected 1 to {MOST_STREAMS}, as many streams as there are on a GPU")
         return asked
     free, _ = torch.cuda.mem_get_info(device)
     return max(1, min(MOST_LANES, free // need))
@@ -99,7 +99,7 @@ def allow_many_streams() -> None:
 
 
 def streams_on(device: torch.device) -> Streams | None:
-    """A lane's streams on a card: an ordinary one, and one that is served first."""
+    """A lane's streams on a GPU: an ordinary one, and one that is served first."""
     if device.type != "cuda":
         return None
     return torch.cuda.Stream(device), torch.cuda.Stream(device, priority=-1)  # type: ignore[no-untyped-call]
@@ -126,7 +126,7 @@ def side_by_side(runs: Sequence[Run[Result]], device: torch.device, lanes: int) 
         try:
             lane.go_on()
         except (StopIteration, NessError) as end:
-            # without a traceback, which would keep what the run has on the card
+            # without a traceback, which would keep what the run has on the GPU
             ends[lane.number] = end.value if isinstance(end, StopIteration) else end.with_traceback(None)
             places.append((lane.streams, lane.event))
         else:

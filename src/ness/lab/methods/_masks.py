@@ -21,7 +21,7 @@ def smallest(values: Tensor, rank: int) -> Tensor:
         found = flat.new_empty(1)
         found.numpy()[0] = np.partition(flat.numpy(), rank)[rank]
         return found
-    largest = flat.topk(len(flat) - rank, sorted=False).values  # kthvalue gives a card's whole work to one block
+    largest = flat.topk(len(flat) - rank, sorted=False).values  # kthvalue gives a GPU's whole work to one block
     return largest.amin().reshape(1)
 
 

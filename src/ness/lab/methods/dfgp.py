@@ -11,7 +11,7 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
-from ness.lab.gpu.fuse import on_card
+from ness.lab.gpu.fuse import on_gpu
 from ness.lab.methods._projection.project import ADAM, sam_revision
 from ness.lab.methods.base import Method, MethodSpec, clear
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check, kept_at_most
@@ -119,7 +119,7 @@ class Dfgp(Gpm):
         Not where statistics are stored, which count raw images alone, nor under a loss or logits of a subclass's own.
         """
         plain = type(self).loss is Method.loss and type(self).logits is Method.logits
-        return plain and self.context.training.norm != "stored" and on_card(batch.images) and takes_parts(self.model)
+        return plain and self.context.training.norm != "stored" and on_gpu(batch.images) and takes_parts(self.model)
 
 
 def check_dfgp(settings: Any) -> None:

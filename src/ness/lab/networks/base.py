@@ -65,7 +65,7 @@ def heads(width: int, classes: Sequence[int]) -> nn.ModuleList:
 
 
 class _Norm(_BatchNorm):
-    """BatchNorm that counts no batches, by torch's own kernels on a card.
+    """BatchNorm that counts no batches, by torch's own kernels on a GPU.
 
     The count is for averages that these networks do not take. cuDNN's kernels give a channel to a block, so that twenty
     channels use a seventh of an H200, or are cooperative ones, whose captured graphs are slow to launch.
@@ -122,7 +122,7 @@ def build(
 ) -> Network:
     """The network on `device`: initial weights from `weights` (a CPU generator), dropout masks from `dropout`.
 
-    Torch's global generator is neither used nor moved. On a card weights are laid out channels last.
+    Torch's global generator is neither used nor moved. On a GPU weights are laid out channels last.
     """
     with torch.device("meta"):
         network = spec.build(shape, classes, norms)
@@ -133,7 +133,7 @@ def build(
             module.generator = dropout
     network = network.to(device)
     if device.type == "cuda":
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what the card's kernels want
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what the GPU's kernels want
     return network
 
 

@@ -62,15 +62,15 @@ def in_parts(network: nn.Module, parts: int) -> Iterator[None]:
 
 
 def batches_at_once(network: Network, size: int) -> int:
-    """How many batches of `size` are worth passing as one, in parts: on a card as many as fill it.
+    """How many batches of `size` are worth passing as one, in parts: on a GPU as many as fill it.
 
     There a pass waits for its launches, a large one as long as a small one. On the CPU a large one is the slower.
     """
-    return max(1, LARGE_BATCH // size) if on_card(network) and takes_parts(network) else 1
+    return max(1, LARGE_BATCH // size) if on_gpu(network) and takes_parts(network) else 1
 
 
-def on_card(network: nn.Module) -> bool:
-    """Whether the network's parameters are on a card."""
+def on_gpu(network: nn.Module) -> bool:
+    """Whether the network's parameters are on a GPU."""
     return next(network.parameters()).is_cuda
 
 

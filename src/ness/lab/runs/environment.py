@@ -173,7 +173,7 @@ def cpu_threads(wanted: int, parameters: int) -> Iterator[None]:
 
 @contextmanager
 def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """On a card, deterministic kernels chosen without trials, so that a seed gives the same bits every time.
+    """On a GPU, deterministic kernels chosen without trials, so that a seed gives the same bits every time.
 
     Not wanted: whichever kernels a trial finds fastest.
     """
@@ -192,7 +192,7 @@ def repeatable(device: torch.device, wanted: bool = True) -> Iterator[None]:
 def choose_device(name: str) -> torch.device:
     """The device of a name, or the one that "auto" is for a single run; one that is not there is an error."""
     if name == "auto":
-        name = devices.choose(devices.cards(), devices.UNKNOWN_NEED, 1).device
+        name = devices.choose(devices.gpus(), devices.UNKNOWN_NEED, 1).device
     try:
         device = torch.device(name)
     except RuntimeError as error:

@@ -40,9 +40,9 @@ class Options:
     data: Path | None = None
     device: str = "cpu"
     again: bool = False
-    save_every: float | None = None  # seconds between two checkpoints, at least; None: 30, on a card 120
-    lanes: int | None = None  # runs side by side on one card; None: as many as make sense
-    plain: bool = False  # on a card: step after step instead of captured graphs
+    save_every: float | None = None  # seconds between two checkpoints, at least; None: 30, on a GPU 120
+    lanes: int | None = None  # runs side by side on one GPU; None: as many as make sense
+    plain: bool = False  # on a GPU: step after step instead of captured graphs
     threads: int = 0  # on the CPU; 0: one for a small network, torch's own choice else
     stop_after: float | None = None  # seconds after which no further run of several is begun
 

@@ -37,7 +37,7 @@ class Grid:
     outcomes: list[Outcome] = field(default_factory=list)
     failures: dict[str, str] = field(default_factory=dict)
     not_begun: list[str] = field(default_factory=list)
-    on_card: bool = False
+    on_gpu: bool = False
 
     def complaints(self) -> list[str]:
         """A line for each run that failed, and one for those that were not begun."""
@@ -87,7 +87,7 @@ def run_all(
     allow_many_streams()
     need = devices.need_of([job.benchmark.network for job, _ in asked])
     if options.device == "auto":
-        choice = devices.choose(devices.cards(), need, len(asked), options.lanes)
+        choice = devices.choose(devices.gpus(), need, len(asked), options.lanes)
         say(choice.why)
         options = dataclasses.replace(options, device=choice.device, lanes=choice.lanes)
     device, quick = choose_device(options.device), any(job.fast for job, _ in asked)
@@ -105,7 +105,7 @@ def run_all(
         )
         for job, seed in asked
     ]
-    grid = Grid(on_card=device.type == "cuda")
+    grid = Grid(on_gpu=device.type == "cuda")
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here, repeatable(device, not quick):
         lanes = lanes_for(device, options.lanes, need)

@@ -1,6 +1,6 @@
 """Evaluation in one fixed order without a host synchronisation before the end.
 
-In batches of 64 where BatchNorm uses the statistics of the batch, on a card several in one pass; where it uses stored
+In batches of 64 where BatchNorm uses the statistics of the batch, on a GPU several in one pass; where it uses stored
 ones samples do not meet.
 """
 

@@ -12,7 +12,7 @@ from ness.lab.training.seeds import derive
 
 SplitName = Literal["train", "valid", "test"]
 EVALUATION_BATCH = 64
-LARGE_BATCH = 512  # where samples of a batch do not meet, as many as fill a card
+LARGE_BATCH = 512  # where samples of a batch do not meet, as many as fill a GPU
 SPLITS: tuple[SplitName, ...] = ("train", "valid", "test")
 
 

@@ -73,8 +73,8 @@ def make(training: Training, parameters: Sequence[nn.Parameter], lr: Tensor) -> 
     """
     optimizer: Optimizer
     if training.optimizer == "adamw":
-        on_card = lr.is_cuda  # or torch refuses to capture its step
-        optimizer = AdamW(parameters, lr=lr, weight_decay=training.weight_decay, fused=True, capturable=on_card)
+        on_gpu = lr.is_cuda  # or torch refuses to capture its step
+        optimizer = AdamW(parameters, lr=lr, weight_decay=training.weight_decay, fused=True, capturable=on_gpu)
         optimizer._warned_capturable_if_run_uncaptured = True  # the step before capture is no oversight
         memory = ["exp_avg", "exp_avg_sq"]
     else:

@@ -53,7 +53,7 @@ class Step:
 
 @contextmanager
 def tensor_cores(device: torch.device) -> Iterator[None]:
-    """On a card, float32 products inside run as its convolutions do: TF32 factors, float32 sums.
+    """On a GPU, float32 products inside run as its convolutions do: TF32 factors, float32 sums.
 
     That is for losses and gradients; projections and statistics, whose exactness is the promise, stay outside.
     """

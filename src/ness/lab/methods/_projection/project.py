@@ -74,7 +74,7 @@ def put_gradient(layer: Layer, matrix: Tensor) -> None:
     assert layer.weight.grad is not None
     if weight.stride() == layer.weight.stride():
         layer.weight.grad = weight
-    else:  # on a card convolutions are laid out channels last, and an optimizer wants gradients to be so too
+    else:  # on a GPU convolutions are laid out channels last, and an optimizer wants gradients to be so too
         layer.weight.grad.copy_(weight)
     if bias is not None and layer.bias is not None and layer.bias.grad is not None:
         layer.bias.grad.copy_(bias)

@@ -1,4 +1,4 @@
-"""On a card: a constrained step can be captured, lanes change nothing, fast is right (`make test-gpu`)."""
+"""On a GPU: a constrained step can be captured, lanes change nothing, fast is right (`make test-gpu`)."""
 
 import copy
 from collections.abc import Iterator
@@ -26,12 +26,12 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"),
     pytest.mark.filterwarnings("ignore::ness.NessWarning"),
 ]
-CARD = torch.device("cuda")
+CUDA = torch.device("cuda")
 
 
 @pytest.fixture(autouse=True)
 def _deterministic() -> Iterator[None]:
-    with repeatable(CARD):
+    with repeatable(CUDA):
         yield
 
 
@@ -41,7 +41,7 @@ def test_a_constrained_step_is_captured_and_equal(name: str, form: str) -> None:
     results = []
     for captured in (False, True):
         torch.manual_seed(0)
-        model, old, new = (part.to(CARD) for part in ZOO[name]())
+        model, old, new = (part.to(CUDA) for part in ZOO[name]())
         guard = ness.NullSpace(model, rule=ness.Nuclear(0.02), exclude=["head"])
         guard.observe(old)
         guard.constrain(form=form)  # type: ignore[arg-type]
@@ -89,7 +89,7 @@ def test_captured_epochs_are_plain_epochs(method: str, changes: dict[str, object
     losses = []
     for runner in (PlainRunner(), CapturedRunner()):
         with torch.cuda.stream(torch.cuda.Stream()):
-            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CARD, **changes)
+            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CUDA, **changes)
             found = []
             while not trainer.done:
                 event = trainer.advance()
@@ -110,7 +110,7 @@ def test_captured_epochs_of_the_kernels_are_plain_epochs(method: str, changes: d
     losses = []
     for runner in (PlainRunner(), CapturedRunner()):
         with torch.cuda.stream(torch.cuda.Stream()):
-            one = tiny.trainer(method, epochs=2, runner=runner, device=CARD, network=tiny.BLOCKS, **changes)
+            one = tiny.trainer(method, epochs=2, runner=runner, device=CUDA, network=tiny.BLOCKS, **changes)
             found = []
             while not one.done:
                 event = one.advance()
@@ -124,7 +124,7 @@ def test_captured_epochs_of_the_kernels_are_plain_epochs(method: str, changes: d
 def test_a_captured_run_goes_on_from_a_file_bit_equal(optimizer: str, tmp_path: Path) -> None:
     def fresh() -> Trainer:
         changes = {"optimizer": optimizer, "lr": 0.01}
-        return tiny.trainer("ness", epochs=3, runner=CapturedRunner(), device=CARD, network=tiny.BLOCKS, **changes)
+        return tiny.trainer("ness", epochs=3, runner=CapturedRunner(), device=CUDA, network=tiny.BLOCKS, **changes)
 
     with torch.cuda.stream(torch.cuda.Stream()):
         whole = fresh()
@@ -137,9 +137,9 @@ def test_a_captured_run_goes_on_from_a_file_bit_equal(optimizer: str, tmp_path: 
 
 
 def test_batches_in_one_pass_are_captured_and_judged_as_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = tiny.trainer("finetune", norm="batch", device=CARD)
+    one = tiny.trainer("finetune", norm="batch", device=CUDA)
     samples = one.data["train"][0]
-    order = torch.arange(250, device=CARD) % len(samples)
+    order = torch.arange(250, device=CUDA) % len(samples)
     sizes: list[int] = []
     one.context.model.norm.register_forward_hook(lambda norm, inputs, y: sizes.append(len(y)))
     evaluate(one.method, samples, order)
@@ -148,7 +148,7 @@ def test_batches_in_one_pass_are_captured_and_judged_as_one_by_one(monkeypatch: 
     with torch.cuda.graph(graph):
         together = evaluate(one.method, samples, order)
     graph.replay()
-    monkeypatch.setattr(norms, "on_card", lambda network: False)
+    monkeypatch.setattr(norms, "on_gpu", lambda network: False)
     alone = evaluate(one.method, samples, order)
     assert torch.allclose(torch.stack(together), torch.stack(alone), rtol=1e-5)
 
@@ -158,8 +158,8 @@ def test_batches_in_one_pass_are_captured_and_judged_as_one_by_one(monkeypatch: 
 def test_fast_steps_are_captured_and_near_the_exact_ones(method: str, changes: dict[str, object]) -> None:
     losses = []
     for quick, runner in ((False, PlainRunner()), (True, PlainRunner()), (True, CapturedRunner())):
-        with torch.cuda.stream(torch.cuda.Stream()), repeatable(CARD, not quick):
-            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CARD, fast=quick, **changes)
+        with torch.cuda.stream(torch.cuda.Stream()), repeatable(CUDA, not quick):
+            trainer = tiny.trainer(method, epochs=2, runner=runner, device=CUDA, fast=quick, **changes)
             found = []
             while not trainer.done:
                 event = trainer.advance()
@@ -173,16 +173,16 @@ def test_fast_steps_are_captured_and_near_the_exact_ones(method: str, changes: d
 @pytest.mark.parametrize(
     ("groups", "count", "width"), [(1, 64 * 841, 48), (1, 64 * 144, 576), (1, 64, 700), (3, 999, 20)]
 )
-def test_a_gram_on_the_card_is_that_of_the_cpu(groups: int, count: int, width: int) -> None:
+def test_a_gram_on_the_gpu_is_that_of_the_cpu(groups: int, count: int, width: int) -> None:
     rows = torch.randn(groups, count, width, generator=torch.Generator().manual_seed(0))
-    there, here = gram_of_rows(rows.to(CARD)).cpu(), gram_of_rows(rows)
+    there, here = gram_of_rows(rows.to(CUDA)).cpu(), gram_of_rows(rows)
     assert torch.allclose(there, here, rtol=1e-11, atol=1e-9)
-    assert torch.equal(there, gram_of_rows(rows.to(CARD)).cpu())
+    assert torch.equal(there, gram_of_rows(rows.to(CUDA)).cpu())
 
 
-def test_observing_does_not_wait_for_the_card() -> None:
+def test_observing_does_not_wait_for_the_gpu() -> None:
     torch.manual_seed(0)
-    model, old, _ = (part.to(CARD) for part in ZOO["resnet"]())
+    model, old, _ = (part.to(CUDA) for part in ZOO["resnet"]())
     guard = ness.NullSpace(model, exclude=["head"])
     guard.observe(old)  # libraries make their plans
     on_cpu = ness.NullSpace(copy.deepcopy(model).cpu(), exclude=["head"])
@@ -193,7 +193,7 @@ def test_observing_does_not_wait_for_the_card() -> None:
             torch.cuda.set_sync_debug_mode("error")
             model(old)
             model(old)
-            torch.cuda.set_sync_debug_mode("default")  # leaving asks the card, once
+            torch.cuda.set_sync_debug_mode("default")  # leaving asks the GPU, once
     finally:
         torch.cuda.set_sync_debug_mode("default")
     for name, gram in guard.grams.items():
@@ -202,8 +202,8 @@ def test_observing_does_not_wait_for_the_card() -> None:
         assert torch.allclose(gram.matrix.cpu(), expected, rtol=1e-2, atol=1e-2 * float(expected.abs().max()))  # TF32
 
 
-def test_nan_on_the_card_leaves_the_statistics_before_it() -> None:
-    model, old, _ = (part.to(CARD) for part in ZOO["resnet"]())
+def test_nan_on_the_gpu_leaves_the_statistics_before_it() -> None:
+    model, old, _ = (part.to(CUDA) for part in ZOO["resnet"]())
     bad = old.clone()
     bad.view(-1)[5] = torch.nan
     guard, reference = ness.NullSpace(model, exclude=["head"]), ness.NullSpace(model, exclude=["head"])
@@ -216,25 +216,25 @@ def test_nan_on_the_card_leaves_the_statistics_before_it() -> None:
 
 
 def _lane(seed: int, method: str) -> Trainer:
-    trainer = tiny.trainer(method, seed, epochs=3, runner=CapturedRunner(), device=CARD)
+    trainer = tiny.trainer(method, seed, epochs=3, runner=CapturedRunner(), device=CUDA)
     trainer.run()
     return trainer
 
 
 @pytest.mark.parametrize("method", ["finetune", "ness", "ness-plus", "agem", "ewc", "hat"])
 def test_a_seed_alone_among_lanes_and_in_another_order_is_bit_equal(method: str) -> None:
-    alone = [side_by_side([lambda s=s: _lane(s, method)], CARD, 1)[0] for s in range(5)]
-    together = side_by_side([lambda s=s: _lane(s, method) for s in range(5)], CARD, 5)
-    turned = side_by_side([lambda s=s: _lane(s, method) for s in reversed(range(5))], CARD, 3)[::-1]
+    alone = [side_by_side([lambda s=s: _lane(s, method)], CUDA, 1)[0] for s in range(5)]
+    together = side_by_side([lambda s=s: _lane(s, method) for s in range(5)], CUDA, 5)
+    turned = side_by_side([lambda s=s: _lane(s, method) for s in reversed(range(5))], CUDA, 3)[::-1]
     for one, two, three in zip(alone, together, turned, strict=True):
         assert tiny.same(one, two)
         assert tiny.same(one, three)
 
 
 @pytest.mark.parametrize("method", ["finetune", "ness", "ness-plus", "agem", "ewc", "hat"])
-def test_taken_up_on_the_card_it_ends_bit_equal(method: str, tmp_path: Path) -> None:
-    whole = tiny.to_the_end(tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD))
-    cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD)
+def test_taken_up_on_the_gpu_it_ends_bit_equal(method: str, tmp_path: Path) -> None:
+    whole = tiny.to_the_end(tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CUDA))
+    cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CUDA)
     units = 0
     while not cut.done:
         cut.advance()
@@ -242,6 +242,6 @@ def test_taken_up_on_the_card_it_ends_bit_equal(method: str, tmp_path: Path) -> 
         if units % 3 == 0:
             tensors, manifest = cut.state()
             tensors = {name: value.cpu().clone() for name, value in tensors.items()}
-            cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CARD)
+            cut = tiny.trainer(method, epochs=3, runner=CapturedRunner(), device=CUDA)
             cut.load_state(tensors, manifest)
     assert tiny.same(whole, cut)
