@@ -12,6 +12,7 @@ from torch import Tensor
 from ness.errors import NessError, warn
 from ness.layers import Layer
 from ness.layers.names import listed
+from ness.repairing.grams import Progress, Source, is_folder
 from ness.repairing.lora import base_name
 from ness.repairing.weights import Target, Weights
 from ness.statistics.gram import Gram
@@ -132,3 +133,13 @@ def _stored_base(layer: Layer, target: Target, weights: Weights) -> Tensor:
         assert found.base is not None
         bias = found.base.to(pair.tuned)
     return layer.joint(pair.base.to(pair.tuned), bias).to(torch.device("cpu"))
+
+
+Given = Source | Statistics | Kept
+
+
+def source_of(what: str, given: Any, progress: Progress | None) -> Given:
+    """Batches, a folder of statistics, or Grams by layer name."""
+    if isinstance(given, Mapping) and given and all(isinstance(value, Gram) for value in given.values()):
+        return Kept(what, given)
+    return Statistics(what, given) if is_folder(given) else Source(what, given, progress)

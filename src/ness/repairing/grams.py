@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,18 @@ from ness.repairing.algebra import Reshaper
 from ness.repairing.weights import Target
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
+from ness.statistics.on_disk import zeros_on_disk
 from ness.statistics.padding import Masking, MaskOf, check_mask_of, masks_of_batch
 from ness.statistics.recorder import Forward, Recorder, batches_of, call_model
 from ness.statistics.watch import Watch
 
 #: Called with the stage, how many batches of it are done, and how many there are (None where that is not known).
 Progress = Callable[[str, int, int | None], None]
+#: Device (None: each layer's own) and folder (None: in memory) of Grams.
+Place = tuple[torch.device | None, Path | None]
 
 SAMPLE_BATCHES = 8  # batches of each kind that are kept until the end, for the figures from end to end
 SAMPLE_SIZE = 2048  # tokens, or samples, in them
-UNITS = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 class Source:
@@ -83,49 +85,60 @@ class Source:
 class Rows:
     """Passes through a model whose layers' input rows go to a recorder, padding left out."""
 
-    def __init__(self, model: nn.Module, recorder: Recorder, forward: Forward | None, mask: MaskOf | None) -> None:
-        self.model, self.recorder, self.forward, self.mask = model, recorder, forward, mask
+    def __init__(self, model: nn.Module, forward: Forward | None, mask: MaskOf | None, watches: list[Watch]) -> None:
+        self.model, self.forward, self.mask, self.watches = model, forward, mask, watches
         check_mask_of(mask)
 
-    def watch(self, layers: Iterable[Layer], batches: Iterable[Any]) -> None:
+    def watch(self, recorder: Recorder, layers: Iterable[Layer], batches: Iterable[Any]) -> None:
         """One pass for each batch."""
-        masking = self.recorder.masking = Masking(self.model)
-        watch = Watch(self.model, layers, self.recorder.record, masking)
+        masking = recorder.masking = Masking(self.model)
+        watch = Watch(self.model, layers, recorder.record, masking)
+        self.watches.append(watch)  # whoever catches an interrupt that passes over `finally` closes it
         try:
             watch.open()
             for index, batch in enumerate(batches):
-                self.recorder.drop()
+                recorder.drop()
                 masking.begin(masks_of_batch(batch, self.mask, self.model), fixed=self.mask is not None)
                 call_model(self.model, batch, self.forward)
-                self.recorder.end(f"batch {index}")
-            self.recorder.check_rows()
+                recorder.end(f"batch {index}")
+            recorder.check_rows()
         finally:
             watch.close()
-        self.recorder.check()
+        self.watches.remove(watch)
+        recorder.check()
 
 
 def observe(
-    model: nn.Module,
+    rows: Rows,
     targets: Sequence[Target],
     batches: Iterable[Any],
-    forward: Forward | None,
-    mask: MaskOf | None,
     dtype: torch.dtype,
-    device: torch.device | str | None,
+    place: Place,
 ) -> dict[str, Gram]:
-    """Grams of the targets' inputs by target name, under the weights that the model has now."""
-    books = {target.layer.name: _books(target.layer, device, dtype) for target in targets}
+    """Grams of the targets' inputs by target name, under the weights that the model has now.
+
+    Layers that read one tensor share a Gram.
+    """
+    books = {target.layer.name: _books(target.layer, place, dtype) for target in targets}
     recorder = Recorder(books.__getitem__)
-    Rows(model, recorder, forward, mask).watch([target.layer for target in targets], batches)
+    rows.watch(recorder, [target.layer for target in targets], batches)
     if recorder.unmasked:
         names = list(recorder.unmasked)
         warn(f"repair: padding may count as rows in {listed(names)}: {recorder.unmasked[names[0]]}")
     return {target.name: books[target.layer.name].gram for target in targets}
 
 
-def _books(layer: Layer, device: torch.device | str | None, dtype: torch.dtype) -> Moments:
+def _books(layer: Layer, place: Place, dtype: torch.dtype) -> Moments:
     """A Gram of no rows."""
-    return Moments.zeros(layer.groups, layer.outputs, layer.width, device or layer.weight.device, dtype=_kept_in(dtype))
+    device, folder = place
+    return Moments.zeros(
+        layer.groups,
+        layer.outputs,
+        layer.width,
+        device or layer.weight.device,
+        dtype=_kept_in(dtype),
+        folder=folder,
+    )
 
 
 def _kept_in(dtype: torch.dtype) -> torch.dtype:
@@ -148,9 +161,16 @@ def reshaper_of(
         every = [gram[..., :fan_in, :fan_in] for gram in (mean_old, mean_new) if gram is not None]
         size = torch.stack([gram.diagonal(dim1=-2, dim2=-1).mean() for gram in every]).mean().sqrt()
         scale[fan_in] = torch.where(size > 0, size, 1.0)
-    pair = scale[:, None] * scale
+    pair = scale[:, None] * scale if width > fan_in else 1.0
     mean_new = None if mean_new is None else mean_new * pair
     return Reshaper.of(mean_new, mean_old * pair, ridge, target.name, dtype), scale
+
+
+def on_disk(reshaper: Reshaper, folder: Path) -> Reshaper:
+    """The same, with what is large in files that are gone with it."""
+    large = reshaper.basis, reshaper.new
+    basis, new = (zeros_on_disk(folder, tuple(one.shape), one.dtype).copy_(one) for one in large)
+    return replace(reshaper, basis=basis, new=new)
 
 
 def mean_gram(gram: Gram) -> Tensor:
@@ -167,27 +187,6 @@ def refuse_same_data(old: Any, new: Any) -> None:
             "old and new are the same data, so what must stay and what must change cannot be told apart; pass as old "
             "what the model must not forget, and as new what it was tuned on (or no new at all)"
         )
-
-
-def parse_memory(memory: str | float | None) -> float | None:
-    """Bytes of "4GB", "512MiB" or a number.
-
-    >>> parse_memory("4GB"), parse_memory("1.5 MiB")
-    (4000000000.0, 1572864.0)
-    """
-    if memory is None:
-        return None
-    if isinstance(memory, str):
-        found = re.fullmatch(r"\s*([0-9.]+)\s*([a-zA-Z]*)\s*", memory)
-        try:
-            size = float(found[1]) * UNITS[found[2].upper()] if found else -1.0
-        except (KeyError, ValueError):
-            size = -1.0
-    else:
-        size = float(memory) if isinstance(memory, (int, float)) and not isinstance(memory, bool) else -1.0
-    if not 0 < size < float("inf"):
-        raise NessError(f"repair(memory={memory!r}): expected a size such as '4GB', or a number of bytes")
-    return size
 
 
 def groups_within(targets: Sequence[Target], memory: float | None, with_new: bool) -> list[list[Target]]:

@@ -1,7 +1,8 @@
-"""How far a model's outputs move from end to end: under the base, the tuned and the repaired weights."""
+"""The model run under the base, the tuned or the repaired weights, and how far its outputs move from end to end."""
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -13,13 +14,68 @@ from torch import Tensor, nn
 
 from ness.comparison import _tensors
 from ness.errors import NessError
-from ness.repairing.weights import Shadow
+from ness.repairing.weights import Weights
 from ness.statistics.recorder import Forward, call_model
 
 CACHE_BYTES = 2**28  # outputs under base and tuned weights are kept up to this size, else computed again
 PIECE = 1 << 22  # entries compared at a time
 
 Values = Mapping[str, Tensor]
+
+
+class Shadow:
+    """A copy of a model's modules that shares its parameters; `put` gives it other values, and not the model."""
+
+    def __init__(self, model: nn.Module, weights: Weights) -> None:
+        shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
+        try:
+            self.model: nn.Module = copy.deepcopy(model, shared)
+        except Exception as error:
+            raise NessError(
+                f"the model cannot be copied ({type(error).__name__}: {error}), and repair works on a copy; "
+                "take out what holds it (loaders, locks, graphs)"
+            ) from error
+        self.weights = weights
+        modules = dict(self.model.named_modules(remove_duplicate=False))
+        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
+        for name, pair in weights.pairs.items():
+            self.places[name] = [_place(modules, alias) for alias in pair.names]
+
+    def put(self, values: Mapping[str, Tensor]) -> None:
+        """Run from now on with these values by first name, and with the tuned ones elsewhere."""
+        for name, pair in self.weights.pairs.items():
+            self.set(name, values.get(name, pair.tuned))
+
+    def set(self, name: str, value: Tensor) -> None:
+        """Give one tensor, under all its names, another value; buffers are copied, for passes may write to them."""
+        pair = self.weights.pairs[name]
+        if isinstance(pair.tuned, nn.Parameter):
+            value = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
+        else:
+            value = value.detach().clone()
+        for module, key in self.places[name]:
+            setattr(module, key, value)
+
+    def own(self, values: Mapping[str, Tensor]) -> nn.Module:
+        """The finished copy: parameters of its own with these values, flags as the model's."""
+        for name, pair in self.weights.pairs.items():
+            value = values.get(name, pair.tuned).detach()
+            if isinstance(pair.tuned, nn.Parameter):
+                parameter = copy.deepcopy(pair.tuned)
+                with torch.no_grad():
+                    parameter.copy_(value)
+                self.set(name, parameter)
+            else:
+                self.set(name, value)
+        return self.model
+
+
+def _place(modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
+    path, _, key = name.rpartition(".")
+    module = modules.get(path)
+    if module is None or not (key in module._parameters or key in module._buffers):
+        raise NessError(f"{name!r} of the state dict is no parameter or buffer of the model; rename it back")
+    return module, key
 
 
 @dataclass(frozen=True)

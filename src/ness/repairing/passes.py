@@ -28,7 +28,7 @@ from ness.statistics.gram import Gram, row_blocks, widened
 from ness.statistics.recorder import Recorder
 
 if TYPE_CHECKING:
-    from ness.repairing.repair import Done, Values, Work
+    from ness.repairing.work import Done, Values, Work
 
 
 @dataclass
@@ -44,7 +44,7 @@ class Paired:
 
 def in_passes(work: Work, limit: float | None) -> Done:
     """Repair group after group; the report's figures of new rows are of the rows each layer really sees."""
-    from ness.repairing.repair import Done
+    from ness.repairing.work import Done
 
     _check(work)
     strength = work.options.strength
@@ -69,6 +69,7 @@ def in_passes(work: Work, limit: float | None) -> Done:
         for target in group:
             rows.append(repair_layer(work, target, old.pop(target.name), paired.pop(target.name), values))
     work.shadow.put({})
+    work.warn_of_few_rows(rows, [])
     order = {target.name: place for place, target in enumerate(work.targets)}
     rows.sort(key=lambda row: order[row.name])
     return Done(strength, values, rows)
@@ -111,7 +112,7 @@ def in_call_order(work: Work) -> list[Target]:
     if first is None:
         raise NessError("repair(new=...): there was no batch; is a loader empty?")
     order = CallOrder()
-    grams.Rows(work.shadow.model, order, work.forward, work.mask).watch([t.layer for t in work.targets], [first])
+    work.rows_of().watch(order, [target.layer for target in work.targets], [first])
     return sorted(work.targets, key=lambda target: order.seen.get(target.layer.name, len(order.seen)))
 
 
@@ -161,12 +162,12 @@ def observe_pairs(work: Work, group: Sequence[Target], values: Mapping[str, Tens
     """New rows of the group's layers under the tuned weights and, beside each, under the repaired ones so far."""
     assert isinstance(work.new, Source)
     recorder = PairRecorder(group)
-    rows = grams.Rows(work.shadow.model, recorder, work.forward, work.mask)
+    rows = work.rows_of()
     layers = [target.layer for target in group]
     for batch in work.new:
         for recorder.tuned, some in ((True, {}), (False, values)):
             work.shadow.put(some)
-            rows.watch(layers, [batch])
+            rows.watch(recorder, layers, [batch])
         for name, pair in recorder.sums.items():
             if pair.held:
                 raise NessError(f"layer {name!r}: the repaired model does not call it where the tuned one does")

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ness.errors import NessError
 from ness.repairing.algebra import Reshaper
-from ness.repairing.grams import mean_gram, reshaper_of
+from ness.repairing.grams import mean_gram
 from ness.repairing.report import OtherRow, RepairRow
 from ness.repairing.weights import Target, Weights, matrices
 from ness.statistics.gram import Gram
@@ -34,10 +34,10 @@ class LayerPlan:
 
     @classmethod
     def of(
-        cls, target: Target, weights: Weights, old: Gram, new: Gram | None, ridge: float, dtype: torch.dtype
+        cls, target: Target, weights: Weights, old: Gram, new: Gram | None, shaped: tuple[Reshaper, Tensor]
     ) -> LayerPlan:
-        """From one layer's Grams, which are not needed any more afterwards."""
-        reshaper, scale = reshaper_of(target, old, new, ridge, dtype)
+        """From one layer's Grams and what `reshaper_of` made of them; the Grams are not needed any more afterwards."""
+        reshaper, scale = shaped
         base = base_matrix(target, weights)
         outputs = [None if gram is None else output_rms(base, gram) for gram in (old, new)]
         assert outputs[0] is not None
@@ -195,14 +195,3 @@ class Others:
         for name in self.excluded:
             rows.append(OtherRow(name, 1, weights.pairs[name].tuned.numel(), "kept", "excluded", None))
         return tuple(rows)
-
-
-def way_of(others: str | float) -> float:
-    """The share of the change that is left of other tensors: 1 for "keep", 0 for "base"."""
-    if others == "keep":
-        return 1.0
-    if others == "base":
-        return 0.0
-    if isinstance(others, (int, float)) and not isinstance(others, bool) and 0 <= others <= 1:
-        return float(others)
-    raise NessError(f"repair(others={others!r}): expected 'keep', 'base' or a number from 0 to 1")

@@ -1,17 +1,12 @@
-"""Two sets of weights of one model, and the model run under either, or on the way from one to the other.
-
-The tuned model itself is never run and never written to while a repair is worked out: passes go through a `Shadow`, a
-copy of its modules that shares its parameters until it is given others.
-"""
+"""Two sets of weights of one model, read and compared, and which layers of it are reshaped."""
 
 from __future__ import annotations
 
-import copy
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +18,8 @@ from ness.repairing.lora import Lora, lora_values, loras_of
 from ness.updates.install import is_constrained
 from ness.verbs.observing import refuse_observed
 
-Place = tuple[str, str]  # name of a module, and of a parameter or buffer in it
+if TYPE_CHECKING:
+    from ness.repairing.measuring import Shadow
 
 
 @dataclass(frozen=True)
@@ -237,64 +233,6 @@ def _check_values(weights: Weights) -> None:
                 raise NessError(f"{name!r} holds NaN or Inf in the {what} weights; repair needs finite weights")
     if not weights.changed():
         raise NessError("the tuned model and the base are equal, bit for bit; there is nothing to repair")
-
-
-# -- the model under other weights -------------------------------------------------------------------------------------
-
-
-class Shadow:
-    """A copy of a model's modules that shares its parameters; `put` gives it other values, and not the model."""
-
-    def __init__(self, model: nn.Module, weights: Weights) -> None:
-        shared: dict[int, Any] = {id(parameter): parameter for parameter in model.parameters()}
-        try:
-            self.model: nn.Module = copy.deepcopy(model, shared)
-        except Exception as error:
-            raise NessError(
-                f"the model cannot be copied ({type(error).__name__}: {error}), and repair works on a copy; "
-                "take out what holds it (loaders, locks, graphs)"
-            ) from error
-        self.weights = weights
-        modules = dict(self.model.named_modules(remove_duplicate=False))
-        self.places: dict[str, list[tuple[nn.Module, str]]] = {}
-        for name, pair in weights.pairs.items():
-            self.places[name] = [_place(modules, alias) for alias in pair.names]
-
-    def put(self, values: Mapping[str, Tensor]) -> None:
-        """Run from now on with these values by first name, and with the tuned ones elsewhere."""
-        for name, pair in self.weights.pairs.items():
-            self.set(name, values.get(name, pair.tuned))
-
-    def set(self, name: str, value: Tensor) -> None:
-        """Give one tensor, under all its names, another value; buffers are copied, for passes may write to them."""
-        pair = self.weights.pairs[name]
-        if isinstance(pair.tuned, nn.Parameter):
-            value = value if isinstance(value, nn.Parameter) else nn.Parameter(value, requires_grad=False)
-        else:
-            value = value.detach().clone()
-        for module, key in self.places[name]:
-            setattr(module, key, value)
-
-    def own(self, values: Mapping[str, Tensor]) -> nn.Module:
-        """The finished copy: parameters of its own with these values, flags as the model's."""
-        for name, pair in self.weights.pairs.items():
-            value = values.get(name, pair.tuned).detach()
-            if isinstance(pair.tuned, nn.Parameter):
-                parameter = copy.deepcopy(pair.tuned)
-                with torch.no_grad():
-                    parameter.copy_(value)
-                self.set(name, parameter)
-            else:
-                self.set(name, value)
-        return self.model
-
-
-def _place(modules: Mapping[str, nn.Module], name: str) -> tuple[nn.Module, str]:
-    path, _, key = name.rpartition(".")
-    module = modules.get(path)
-    if module is None or not (key in module._parameters or key in module._buffers):
-        raise NessError(f"{name!r} of the state dict is no parameter or buffer of the model; rename it back")
-    return module, key
 
 
 # -- what is reshaped --------------------------------------------------------------------------------------------------

@@ -180,14 +180,31 @@ def uninterrupted(work: Callable[[], None]) -> None:
         signal.raise_signal(signal.SIGINT)
 
 
-class Around:
-    """What a verb must leave as it was if it breaks off: switches of the thread or process, and what is under way."""
+class Switches:
+    """What torch keeps for the thread or the process, as it is: an interrupt can pass over a `with` that turned it."""
 
-    def __init__(self, guard: NullSpace) -> None:
-        self.guard, self.observation = guard, guard._observation
+    def __init__(self) -> None:
         self.grad = torch.is_grad_enabled()
         self.products, self.convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         self.autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
+
+    def restore(self) -> None:
+        """All as it was."""
+        torch.set_grad_enabled(self.grad)
+        if torch.get_float32_matmul_precision() != self.products:
+            torch.set_float32_matmul_precision(self.products)
+        if torch.backends.cudnn.allow_tf32 != self.convolutions:
+            torch.backends.cudnn.allow_tf32 = self.convolutions
+        for kind, enabled in self.autocast.items():
+            torch.set_autocast_enabled(kind, enabled)
+
+
+class Around(Switches):
+    """What a verb must leave as it was if it breaks off: switches of the thread or process, and what is under way."""
+
+    def __init__(self, guard: NullSpace) -> None:
+        super().__init__()
+        self.guard, self.observation = guard, guard._observation
 
     def settle(self) -> None:
         """Finish or undo a change that was broken off, and end an observation that began inside.
@@ -203,13 +220,7 @@ class Around:
     def restore(self) -> None:
         """All as it was."""
         self.settle()
-        torch.set_grad_enabled(self.grad)
-        if torch.get_float32_matmul_precision() != self.products:
-            torch.set_float32_matmul_precision(self.products)
-        if torch.backends.cudnn.allow_tf32 != self.convolutions:
-            torch.backends.cudnn.allow_tf32 = self.convolutions
-        for kind, enabled in self.autocast.items():
-            torch.set_autocast_enabled(kind, enabled)
+        super().restore()
 
 
 def whole(
