@@ -39,7 +39,7 @@ class How:
     device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto: the GPU with most free memory, else the CPU")
     lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
-    fast: bool = setting(False, "on a GPU: bfloat16 and whatever kernels are fastest; a seed then gives no equal bits")
+    fast: bool = setting(False, "bfloat16 steps, on a CPU that has them too; on a GPU a seed then gives no equal bits")
     again: bool = setting(False, "repeat runs that are finished")
     quiet: bool = setting(False, "say nothing but warnings and errors")
     times: bool = setting(False, "say at the end where the time went; on a GPU it is said anyway")

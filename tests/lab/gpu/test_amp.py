@@ -11,9 +11,12 @@ import tiny
 from ness import NessError
 from ness.cli.main import main
 from ness.lab import registry
+from ness.lab.benchmarks.base import Split, Task
 from ness.lab.gpu import amp
+from ness.lab.networks.base import build
 from ness.lab.runs.environment import repeatable
 from ness.lab.runs.jobs import resolve
+from ness.lab.training.loader import on_device, together
 from ness.report.records import from_result
 from ness.report.table import rows
 
@@ -87,13 +90,54 @@ def test_fast_and_exact_records_never_meet_in_a_mean() -> None:
     assert exact.forward is None  # the ceiling was measured fast
 
 
-def test_on_a_cpu_it_is_refused_by_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def on_a_cpu_with(monkeypatch: pytest.MonkeyPatch, *, avx512_bf16: bool = False, amx: bool = False) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: avx512_bf16)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+
+
+def test_where_it_brings_nothing_it_is_refused_with_a_word(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    on_a_cpu_with(monkeypatch)
     assert main(["run", "--method", "finetune", "--fast", "--out", str(tmp_path / "runs")]) == 1
-    assert "--fast is for a GPU, and the device is cpu" in capsys.readouterr().err
+    assert "this CPU has no instructions for it (expected avx512_bf16 or AMX)" in capsys.readouterr().err
     assert not (tmp_path / "runs").exists()
-    with pytest.raises(NessError, match="--fast"):
-        amp.check(torch.device("cpu"))
     amp.check(torch.device("cuda"))
+    with pytest.raises(NessError, match="the device is meta"):
+        amp.check(torch.device("meta"))
+
+
+@pytest.mark.parametrize("has", ["avx512_bf16", "amx"])
+def test_a_cpu_that_multiplies_in_bfloat16_takes_it(has: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_a_cpu_with(monkeypatch, **{has: True})
+    amp.check(torch.device("cpu"))
+
+
+@pytest.mark.parametrize("quick", [False, True])
+def test_on_a_cpu_images_and_kernels_lie_channels_last_only_if_fast(quick: bool) -> None:
+    one = tiny.trainer("finetune", fast=quick)
+    assert {samples.channels_last for held in one.data.values() for samples in held} == {quick}
+    colours = Split(torch.zeros(4, 3, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64))
+    task = Task("colours", 2, colours, colours, colours, (0.5,), (0.5,))
+    samples = on_device(colours, task, 0, torch.device("cpu"), quick)
+    for each in (samples, together([samples, samples])):
+        images = each.take(torch.arange(4)).images
+        assert images.is_contiguous(memory_format=torch.channels_last) == quick
+    generator = torch.Generator().manual_seed(1)
+    made = {"weights": generator, "dropout": generator, "device": torch.device("cpu"), "channels_last": quick}
+    network = build(registry.all_networks()["alexnet"], (3, 32, 32), [2], "batch", **made)
+    weight = network.get_parameter("conv2.conv.weight")
+    assert weight.is_contiguous(memory_format=torch.channels_last) == quick
+
+
+def test_on_a_cpu_a_seed_gives_the_same_bits_twice_and_resumed() -> None:
+    one, two = (tiny.trainer("ness", fast=True, epochs=2) for _ in range(2))
+    tiny.to_the_end(one)
+    two.advance()
+    two.advance()
+    three = tiny.trainer("ness", fast=True, epochs=2)
+    three.load_state(*two.state())
+    assert tiny.same(one, tiny.to_the_end(three))
 
 
 def test_kernels_are_chosen_by_trial_only_where_bits_do_not_matter() -> None:

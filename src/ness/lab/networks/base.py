@@ -119,10 +119,11 @@ def build(
     weights: Generator,
     dropout: Generator,
     device: torch.device,
+    channels_last: bool = False,
 ) -> Network:
     """The network on `device`: initial weights from `weights` (a CPU generator), dropout masks from `dropout`.
 
-    Torch's global generator is neither used nor moved. On a GPU weights are laid out channels last.
+    Torch's global generator is neither used nor moved. With `channels_last` kernels are laid out so.
     """
     with torch.device("meta"):
         network = spec.build(shape, classes, norms)
@@ -132,8 +133,8 @@ def build(
         if isinstance(module, Dropout):
             module.generator = dropout
     network = network.to(device)
-    if device.type == "cuda":
-        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # what the GPU's kernels want
+    if channels_last:
+        network.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     return network
 
 

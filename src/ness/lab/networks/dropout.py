@@ -42,9 +42,9 @@ def drawn(x: Tensor, p: float, generator: Generator) -> Tensor:
     if x.device.type != "cpu":
         return torch.empty_like(x, dtype=torch.bool).bernoulli_(1 - p, generator=generator)
     words = torch.empty(-(-x.numel() // 4), dtype=torch.int64).random_(-(2**63), None, generator=generator)
-    bits = words.view(torch.int16)[: x.numel()].view(x.shape)  # from -2¹⁵ on
+    bits, kept = words.view(torch.int16)[: x.numel()], torch.empty_like(x, dtype=torch.bool)  # bits from -2¹⁵ on
     least = min(round(p * 2**16), 2**16 - 1) - 2**15
-    return torch.ge(bits, least, out=torch.empty_like(x, dtype=torch.bool))
+    return torch.ge(bits.as_strided(kept.shape, kept.stride()), least, out=kept)  # both in the order they lie in
 
 
 class Dropout(nn.Module):

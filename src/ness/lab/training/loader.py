@@ -56,6 +56,7 @@ class Samples:
     std: Tensor
     tasks: Tensor | None = None  # (n,) of int64 where several tasks are together
     counts: tuple[int, ...] = ()  # samples of each task where several are together
+    channels_last: bool = False  # how the images of a batch lie
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -66,7 +67,7 @@ class Samples:
         tasks = None if self.tasks is None else self.tasks[index]
         if images.dtype == torch.uint8:
             mean, std = (self.mean, self.std) if tasks is None else (self.mean[tasks], self.std[tasks])
-            layout = torch.channels_last if images.is_cuda else torch.preserve_format
+            layout = torch.channels_last if self.channels_last else torch.preserve_format
             images = (images.to(torch.float32, memory_format=layout) / 255 - mean) / std
         return Batch(images, self.labels[index], self.task, tasks)
 
@@ -96,10 +97,11 @@ def passes(count: int, size: int, at_once: int = 1) -> list[tuple[int, int]]:
     return [(samples, parts) for samples, parts in cut if samples]
 
 
-def on_device(split: Split, task: Task, index: int, device: torch.device) -> Samples:
+def on_device(split: Split, task: Task, index: int, device: torch.device, channels_last: bool = False) -> Samples:
     """The samples of one split of a task, with its constants."""
     mean, std = (torch.tensor(value, device=device).view(-1, 1, 1) for value in (task.mean, task.std))
-    return Samples(split.images.to(device), split.labels.to(device), index, mean, std)
+    images, labels = split.images.to(device), split.labels.to(device)
+    return Samples(images, labels, index, mean, std, channels_last=channels_last)
 
 
 def together(parts: Sequence[Samples]) -> Samples:
@@ -115,7 +117,8 @@ def together(parts: Sequence[Samples]) -> Samples:
     for part in parts:
         mean[part.task], std[part.task] = part.mean, part.std  # one number for all channels spreads out
     images, labels = torch.cat([part.images for part in parts]), torch.cat([part.labels for part in parts])
-    return Samples(images, labels, first.task, mean, std, tasks, tuple(len(part) for part in parts))
+    counts = tuple(len(part) for part in parts)
+    return Samples(images, labels, first.task, mean, std, tasks, counts, first.channels_last)
 
 
 def fixed_order(count: int, task: int, split: SplitName, device: torch.device) -> Tensor:

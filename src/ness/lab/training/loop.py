@@ -11,6 +11,7 @@ import torch
 
 from ness.errors import NessError
 from ness.lab.benchmarks.base import Stream
+from ness.lab.gpu.amp import channels_last
 from ness.lab.gpu.capture import PlainRunner, Runner
 from ness.lab.gpu.coroutines import pause
 from ness.lab.methods.base import Context, Method, MethodSpec, TaskData, open_for
@@ -64,12 +65,13 @@ class Trainer:
         self.training: Training = part_of(settings, Training)
         self.draws_validation = draws_validation(dataclasses.asdict(self.training))
         self.random = Randomness.of(seed, self.device)
-        model = self._built(network)
+        lying = channels_last(self.device, fast)
+        model = self._built(network, lying)
         own = part_of(settings, method.settings)
         self.context = Context(model, self.training, own, len(stream), self.random, self.device, self.watch, fast)
         self.method: Method = method.build(self.context)
         self.data: dict[SplitName, list[Samples]] = {
-            split: [on_device(getattr(task, split), task, i, self.device) for i, task in enumerate(stream.tasks)]
+            split: [on_device(getattr(task, split), task, i, self.device, lying) for i, task in enumerate(stream.tasks)]
             for split in SPLITS
         }
         self.orders = {
@@ -89,11 +91,11 @@ class Trainer:
         self.notes: list[dict[str, Any]] = []  # what the method said about each task
         self.statistics: dict[int, Statistics] = {}  # of the norms, by task, with norm task
 
-    def _built(self, network: NetworkSpec) -> Network:
+    def _built(self, network: NetworkSpec, lying: bool) -> Network:
         classes = [task.classes for task in self.stream.tasks]
         made = {"weights": self.random.weights, "dropout": self.random.step}
         norms: Norms = "stored" if self.training.norm == "stored" else "batch"
-        model = build(network, self.stream.shape, classes, norms, **made, device=self.device)
+        model = build(network, self.stream.shape, classes, norms, **made, device=self.device, channels_last=lying)
         if self.training.norm == "task":
             own_norms(model)  # or it is refused before any training
         return model
