@@ -22,7 +22,7 @@ run: $(VENV)/.ready             ## train four methods on real digits, print the 
 
 test: $(VENV)/.ready            ## set everything up and run the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 \
-	  -m "not slow and not kill and not real and not transformers and not gpu and not browser"
+	  -m "not slow and not kill and not real and not transformers and not integrations and not gpu and not browser"
 
 test-slow: $(VENV)/.ready       ## the checks that take minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow

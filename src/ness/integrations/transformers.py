@@ -1,8 +1,8 @@
-"""Hugging Face transformers: old data that nobody has, written by the model itself."""
+"""Hugging Face transformers: a guard in the Trainer, in one call, and old data that nobody has."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -10,6 +10,20 @@ from torch import Tensor, nn
 from ness.errors import NessError
 from ness.repairing.measuring import evaluating
 from ness.statistics.recorder import device_of
+
+if TYPE_CHECKING:
+    from ness.integrations.trainer_callback import GuardCallback
+
+__all__ = ["GuardCallback", "self_text"]
+
+
+def __getattr__(name: str) -> Any:
+    """The callback is of the Trainer's own class, so its module imports transformers: only when it is asked for."""
+    if name == "GuardCallback":
+        from ness.integrations.trainer_callback import GuardCallback
+
+        return GuardCallback
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def self_text(
