@@ -27,7 +27,8 @@ from ness.updates.update import Form
 from ness.verbs import comparing, transitions
 from ness.verbs.changes import Change, whole
 from ness.verbs.checks import check_guard_options, place_of_statistics
-from ness.verbs.constraining import Options, Progress, constrain
+from ness.verbs.constraining import Options, constrain
+from ness.verbs.decomposing import Progress
 from ness.verbs.exporting import Exports
 from ness.verbs.observing import Observes, observed, reduce
 from ness.verbs.release import Hold, adopt
@@ -213,7 +214,8 @@ class NullSpace(Observes, Exports):
                 with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
                 space. `export_lora` writes it as a PEFT folder.
             generator: draws the start of B; torch's own by default.
-            progress: `progress(done, total, name)` is called after each layer that is decomposed, which takes long; the
+            progress: `progress(done, total, name)` is called after each layer that is decomposed, which takes long; a
+                function with a parameter `seconds_left` gets that too, from the time so far and d³ of each layer. The
                 model is untouched until the last. Under torch.distributed all calls come at the end.
 
         Raises:

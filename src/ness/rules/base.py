@@ -33,6 +33,14 @@ class Selection:
         """Directions that remain free, all groups together."""
         return int((self.weights > 0).sum())
 
+    def settled_by(self, spectrum: Spectrum) -> bool:
+        """Whether it frees all directions that a spectrum leaves out, and the weakest of those that it has.
+
+        Then every σ that was left out is smaller than one that is free.
+        """
+        first = self.weights.shape[-1] - spectrum.directions.shape[-1]
+        return bool((self.weights[..., :first] == 1).all()) and bool((self.weights[..., first] == 1).all())
+
 
 class Rule:
     """Chooses free directions; subclass it, add a `name`, implement `select`, and it saves and loads by itself."""
@@ -42,6 +50,14 @@ class Rule:
         False  # True: layers keep relative moments, and spectra are theirs (`ness.statistics.relative`)
     )
     registry: ClassVar[dict[str, type[Rule]]] = {}
+
+    @property
+    def strongest(self) -> bool:
+        """Whether the strongest σ of a layer and its Σσ² are all that the choice in that layer depends on.
+
+        Then wide layers are decomposed as far as the weakest direction that it protects, and one more.
+        """
+        return False
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

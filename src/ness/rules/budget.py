@@ -59,6 +59,11 @@ class Within(Rule):
         ):
             raise NessError(f"Within(strength={self.strength!r}): expected a number above 0, such as 1.0")
 
+    @property
+    def strongest(self) -> bool:
+        """Yes."""
+        return True
+
     def limit(self, task: int) -> float:
         """drift² · n/(n + 1)."""
         return spending_limit(self.drift, task)

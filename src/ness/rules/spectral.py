@@ -63,6 +63,11 @@ class Frobenius(Rule):
     def __post_init__(self) -> None:
         check_fraction("Frobenius", "eps", self.eps)
 
+    @property
+    def strongest(self) -> bool:
+        """Yes."""
+        return True
+
     def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
         """τ = eps · √(tr C)."""
         chosen = {}
@@ -85,6 +90,11 @@ class Energy(Rule):
 
     def __post_init__(self) -> None:
         check_fraction("Energy", "keep", self.keep)
+
+    @property
+    def strongest(self) -> bool:
+        """Yes."""
+        return True
 
     def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
         """A direction is free when the directions stronger than it hold `keep` of the energy already."""
@@ -112,6 +122,11 @@ class Rank(Rule):
 
     def __post_init__(self) -> None:
         check_count("Rank", "r", self.r)
+
+    @property
+    def strongest(self) -> bool:
+        """Yes."""
+        return True
 
     def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
         """The first r of the ascending spectrum."""
@@ -178,6 +193,11 @@ class Soft(Rule):
     def __post_init__(self) -> None:
         if not isinstance(self.rule, Rule) or isinstance(self.rule, Soft) or self.rule.relative:
             raise NessError(f"Soft({self.rule!r}): expected a hard rule such as Nuclear(1e-3)")
+
+    @property
+    def strongest(self) -> bool:
+        """As the rule that sets τ."""
+        return self.rule.strongest
 
     def select(self, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
         """s_i = min(1, τ/σ_i)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,7 @@ class Spectrum:
     private: Tensor | None = None  # K, (groups, d, k), orthonormal and orthogonal to Q
     whole: Tensor | None = None  # σ of all of X, (groups, d) ascending, where it is not `sigma`
     budget: BudgetInfo | None = None  # for a relative rule: it is then the spectrum of Σ C_j / E_j
+    rest: Tensor | None = None  # (groups,): no σ of a direction that Q leaves out is larger; None: it leaves none out
 
     @property
     def every_sigma(self) -> Tensor:
@@ -39,9 +40,25 @@ class Spectrum:
             raise NessError("the spectrum of a relative rule has no σ of private directions; take norms from its books")
         return self.sigma if self.whole is None else self.whole
 
+    def complete(self) -> Spectrum:
+        """The same with all d directions: those that were left out as any orthonormal basis of the complement.
+
+        Their σ are then not theirs one by one: a rule must have freed all of them alike.
+        """
+        missing = self.sigma.shape[-1] - self.directions.shape[-1]
+        if not missing:
+            return self
+        q = torch.linalg.qr(self.directions, mode="complete").Q
+        others = q[..., self.directions.shape[-1] :]
+        return replace(self, directions=torch.cat([others, self.directions], dim=-1))
+
+    def of_directions(self, values: Tensor) -> Tensor:
+        """Of values (groups, d − k) of every σ those that belong to the columns of Q."""
+        return values[..., values.shape[-1] - self.directions.shape[-1] :]
+
     def tensors(self) -> list[Tensor]:
         """All tensors of it, in a fixed order."""
-        every = (self.sigma, self.directions, self.noise, self.private, self.whole)
+        every = (self.sigma, self.directions, self.noise, self.private, self.whole, self.rest)
         return [tensor for tensor in every if tensor is not None]
 
 
@@ -129,6 +146,8 @@ def selected_sigma(spectrum: Spectrum, weights: Tensor) -> Tensor:
     tensor([3.], dtype=torch.float64)
     """
     largest = (spectrum.sigma * weights).amax(dim=-1)
+    if spectrum.rest is not None:  # what was left out is free
+        largest = torch.maximum(largest, spectrum.rest)
     anything = (weights > 0).any(dim=-1)
     return torch.where(anything, torch.maximum(largest, spectrum.noise), torch.zeros_like(largest))
 
@@ -149,6 +168,24 @@ def restricted_sigma(gram: Tensor, basis: Tensor) -> Tensor:
     floor = torch.linalg.matrix_norm(gram) * (gram.shape[-1] * FLOAT64_EPSILON)  # ‖C‖_F ≥ λ_max
     anything = (basis != 0).any(dim=-1).any(dim=-1)
     return torch.where(anything, torch.maximum(eigenvalues[..., -1], floor), 0.0).sqrt()
+
+
+def deflated_sigma(gram: Tensor, directions: Tensor, held: Tensor) -> Tensor:
+    """√λ_max(M C M) (groups,) for M = I − P Hᵀ of directions P and H = P diag(1 − s), both (groups, d, k).
+
+    What `restricted_sigma` says of the same M, with products that k columns take.
+
+    >>> gram = torch.diag(torch.tensor([9.0, 16.0, 4.0], dtype=torch.float64)).unsqueeze(0)
+    >>> strongest = torch.tensor([[[0.0], [1.0], [0.0]]], dtype=torch.float64)
+    >>> deflated_sigma(gram, strongest, strongest), deflated_sigma(gram, strongest, strongest * 0.1)
+    (tensor([3.], dtype=torch.float64), tensor([3.6000], dtype=torch.float64))
+    """
+    moved = gram @ held  # C M = C − (C H) Pᵀ, and M (C M) = C M − H (Pᵀ C M)
+    inside = gram - moved @ directions.mT
+    inside = inside - held @ (directions.mT @ inside)
+    eigenvalues = symmetric_eigenvalues((inside + inside.mT) / 2)
+    floor = torch.linalg.matrix_norm(gram) * (gram.shape[-1] * FLOAT64_EPSILON)
+    return torch.maximum(eigenvalues[..., -1], floor).sqrt()
 
 
 def spectral_norm(matrix: Tensor) -> Tensor:

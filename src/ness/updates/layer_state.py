@@ -14,6 +14,7 @@ from ness.certificate import CertificateRow
 from ness.errors import NessError
 from ness.layers import Layer
 from ness.rules import Rule, Selection
+from ness.statistics.dominant import dominant
 from ness.statistics.gram import Gram
 from ness.statistics.moments import Moments
 from ness.statistics.on_disk import zeros_on_disk
@@ -136,10 +137,11 @@ class LayerState:
         """Σ‖x‖² of each group (groups,), the constant of a bias not counted."""
         return self.moments.gram.diagonal()[:, : self.layer.fan_in].sum(dim=-1)
 
-    def spectrum(self, bias: str, private: int = 0) -> Spectrum:
+    def spectrum(self, bias: str, private: int = 0, rule: Rule | None = None) -> Spectrum:
         """Eigen-decomposition of S C S (relative: of S R S) beside k private directions.
 
-        With frozen biases it is of the inputs' block alone.
+        With frozen biases it is of the inputs' block alone. With a rule it may be of its dominant part alone, if that
+        is all that the rule's choice depends on.
         """
         scale, width = self.scale(bias), self._free_width(bias)
         whole = self.moments.gram.matrix if self.relative is None else self.relative.gram
@@ -150,9 +152,18 @@ class LayerState:
                 held = shared[..., :width, :private].to(gram) / scale[:width].unsqueeze(-1)
             about = self.layer.outputs, self.layer.name
             found = decompose_beside(gram, held, private, *about, norms=self.relative is None)
-        else:
-            found = decompose(gram, self.layer.outputs, self.layer.name)
-        return replace(found, budget=self.budget())
+            return replace(found, budget=self.budget())
+        budget, part = self.budget(), None
+        if rule is not None and rule.strongest:
+            name = self.layer.name
+
+            def settled(spectrum: Spectrum) -> bool:
+                spectrum = replace(spectrum, budget=budget)
+                return rule.select({name: spectrum})[name].settled_by(spectrum)
+
+            part = dominant(gram, self.layer.outputs, settled, name)
+        found = decompose(gram, self.layer.outputs, self.layer.name) if part is None else part
+        return replace(found, budget=budget)
 
     def held_directions(self, bias: str) -> Tensor | None:
         """The private directions that tasks share, where a task can use them: not where they move a frozen bias."""
@@ -165,8 +176,8 @@ class LayerState:
         scale = self.scale(bias)
         return gram * scale * scale.unsqueeze(-1)
 
-    def no_spectrum(self, bias: str, private: int = 0) -> Spectrum:
-        """Room for a spectrum that rank 0 computes."""
+    def no_spectrum(self, bias: str, private: int = 0, rule: Rule | None = None) -> Spectrum:
+        """Room for a spectrum that rank 0 computes, all of it."""
         groups, width = self.layer.groups, self._free_width(bias)
         room = self.moments.square.new_zeros
         spectrum = Spectrum(room(groups, width - private), room(groups, width, width - private), room(groups), 0)

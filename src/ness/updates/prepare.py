@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ness.rules import Selection
-from ness.statistics.spectrum import Spectrum, restricted_sigma, selected_sigma
+from ness.statistics.spectrum import Spectrum, deflated_sigma, restricted_sigma, selected_sigma
 from ness.updates.constraint import Constraint
 from ness.updates.layer_state import LayerState
 from ness.updates.low_rank import LowRankUpdate, cheapest_way_of_rank, start_of_rows
@@ -38,24 +38,25 @@ def prepare(
         The constraint; its update is None where nothing is free.
     """
     layer, device = state.layer, state.layer.weight.device
+    of_rank = rank is not None and selection.rank > 0
+    if not of_rank:
+        spectrum = spectrum.complete()
     s, q = selection.weights, spectrum.directions
     private = 0 if spectrum.private is None else spectrum.private.shape[-1]
     if selection.rank + private == 0:
         return Constraint(0, selection.threshold, torch.zeros_like(selection.threshold), q[..., :0], None)
     scale = state.scale(bias)
     k = _padded(q[..., :0] if spectrum.private is None else spectrum.private, layer.width)
-    chosen = chosen_columns(q * s.unsqueeze(-2), s > 0, layer.width)
-    plain = state.relative is None  # else Q diagonalises R, not the Gram that the bound is about
-    sigma = (
-        selected_sigma(spectrum, s)
-        if plain
-        else restricted_sigma(state.scaled(state.moments.gram.matrix, bias), chosen)
-    )
+    if state.relative is None:
+        sigma = selected_sigma(spectrum, s)
+    else:  # Q diagonalises R, not the Gram that the bound is about
+        sigma = _sigma_beside(state.scaled(state.moments.gram.matrix, bias), spectrum, selection, layer.width)
     unscaled, held = q[..., :0], state.held_directions(bias)
-    if rank is not None and selection.rank:
+    if rank is not None and of_rank:
         update: Update = _low_rank(state, spectrum, selection, k, rank, generator)
     else:
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
+        chosen = chosen_columns(q * s.unsqueeze(-2), s > 0, layer.width)
         basis = torch.cat([chosen, k], dim=-1) * scale.unsqueeze(-1)
         way, projector = cheapest_way(form, layer, _rows_a_call(state), basis.shape[-1]), None
         if form == "sgd":
@@ -89,6 +90,16 @@ def limit_drift(state: LayerState, update: Update, spectrum: Spectrum, selection
     update.limit_drift(sizes, max(0.0, room))
 
 
+def _sigma_beside(gram: Tensor, spectrum: Spectrum, selection: Selection, width: int) -> Tensor:
+    """√λ_max(M C M) (groups,) for the M = Q diag(s) Qᵀ of another Gram's spectrum."""
+    s, q = selection.weights, spectrum.directions
+    if spectrum.rest is None:
+        return restricted_sigma(gram, chosen_columns(q * s.unsqueeze(-2), s > 0, width))
+    known = spectrum.of_directions(s)
+    held = chosen_columns(q * (1 - known).unsqueeze(-2), known < 1, width)
+    return deflated_sigma(gram, chosen_columns(q, known < 1, width), held)
+
+
 def _low_rank(
     state: LayerState,
     spectrum: Spectrum,
@@ -102,12 +113,16 @@ def _low_rank(
     dtype = torch.promote_types(layer.weight.dtype, torch.float32)
     s, q = selection.weights, spectrum.directions
     kept = private[..., : layer.fan_in, :]
-    inside = chosen_columns(q * s.sqrt().unsqueeze(-2), s > 0, layer.fan_in)
-    outside = chosen_columns(q * (1 - s).clamp(min=0).sqrt().unsqueeze(-2), s < 1, layer.fan_in)
     hard = bool(((s == 0) | (s == 1)).all())
-    outside = torch.cat([outside, kept], dim=-1)
+    known = spectrum.of_directions(s)
+    outside = chosen_columns(q * (1 - known).clamp(min=0).sqrt().unsqueeze(-2), known < 1, layer.fan_in)
+    outside = torch.cat([outside, kept], dim=-1).to(device, dtype)
     ones = torch.ones(layer.fan_in, dtype=dtype, device=device)
-    free = Projector.of(inside.to(device, dtype), outside.to(device, dtype), ones, hard)
+    if spectrum.rest is None:
+        inside = chosen_columns(q * s.sqrt().unsqueeze(-2), s > 0, layer.fan_in)
+        free = Projector.of(inside.to(device, dtype), outside, ones, hard)
+    else:  # the dominant part alone: free is whatever it does not hold
+        free = Projector("complement", outside, ones, hard)
     rank = min(rank, free_directions(selection))
     down = start_of_rows((layer.groups, rank, layer.fan_in), free, generator)
     way = cheapest_way_of_rank(layer, _rows_a_call(state), rank + kept.shape[-1])

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import torch
 from torch import Generator
 
 from ness import distributed
@@ -22,13 +23,12 @@ from ness.updates.prepare import free_directions, limit_drift, prepare
 from ness.updates.private import capped, check_private
 from ness.updates.update import Form
 from ness.verbs.checks import check_constrain_options, refuse_sharded
+from ness.verbs.decomposing import Progress, side_by_side, teller
 from ness.verbs.observing import reduce, refuse_observed
 from ness.verbs.transitions import enter, updates_in
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
-
-Progress = Callable[[int, int, str], object]  # (done, total, name of the layer or batch): called after each
 
 
 @dataclass(frozen=True)
@@ -57,9 +57,9 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
     spectra: dict[str, Spectrum] = {}
     if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
         spectra = distributed.together(lambda: dict(_spectra(guard, wanted, options, None)))
+        tell = teller(progress)
         for done, name in enumerate(spectra, start=1):
-            if progress is not None:
-                progress(done, len(spectra), name)
+            tell(done, len(spectra), name, 0.0)
     else:
         spectra = dict(_spectra(guard, wanted, options, progress))
     if progress is not None and not distributed.active():
@@ -160,11 +160,16 @@ def _spectra(
     guard: NullSpace, wanted: Mapping[str, LayerState], options: Options, progress: Progress | None
 ) -> Iterator[tuple[str, Spectrum]]:
     """Decompose every layer beside its private directions; rank 0 alone does the work."""
-    for done, (name, state) in enumerate(wanted.items(), start=1):
+    rule = guard.rule if options.max_drift is None else None  # a limit on drift is kept direction by direction
+
+    def work_on(state: LayerState) -> Callable[[], Spectrum]:
         decompose = state.spectrum if distributed.on_rank_zero() else state.no_spectrum
-        yield name, decompose(options.bias(guard), capped(options.private, state.layer.fan_in))
-        if progress is not None:
-            progress(done, len(wanted), name)
+        return lambda: decompose(options.bias(guard), capped(options.private, state.layer.fan_in), rule)
+
+    work = {name: work_on(state) for name, state in wanted.items()}
+    on_cpu = {name: state.moments.gram.device.type == "cpu" for name, state in wanted.items()}
+    widths = {name: state.layer.width if on_cpu[name] else 0 for name, state in wanted.items()}
+    return side_by_side(work, widths, progress)
 
 
 def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
@@ -226,11 +231,23 @@ def _share_start(constraints: Mapping[str, Constraint]) -> None:
         distributed.from_rank_zero_([update.down.data for update in updates if isinstance(update, LowRankUpdate)])
 
 
-def _selections(guard: NullSpace, spectra: Mapping[str, Spectrum]) -> dict[str, Selection]:
+def _shared(spectrum: Spectrum) -> Spectrum:
+    """Rank 0's spectrum on every rank, which may be of a dominant part alone."""
+    columns = torch.tensor(spectrum.directions.shape[-1])
+    distributed.from_rank_zero_([columns])
+    if int(columns) < spectrum.sigma.shape[-1]:
+        rest = spectrum.noise.clone() if spectrum.rest is None else spectrum.rest
+        room = spectrum.directions[..., : int(columns)].contiguous()
+        spectrum = replace(spectrum, directions=room, rest=rest)
+    distributed.from_rank_zero_(spectrum.tensors())
+    return spectrum
+
+
+def _selections(guard: NullSpace, spectra: dict[str, Spectrum]) -> dict[str, Selection]:
     """Rank 0's directions and choice on every rank: equal matrices have equal spectra, not equal eigenvectors."""
     if distributed.active():
-        for spectrum in spectra.values():
-            distributed.from_rank_zero_(spectrum.tensors())
+        for name, spectrum in spectra.items():
+            spectra[name] = _shared(spectrum)
     chosen = guard.rule.select(spectra)
     if distributed.active():
         for selection in chosen.values():
