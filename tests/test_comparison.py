@@ -62,6 +62,21 @@ def test_compare_takes_any_output_and_keeps_modes() -> None:
         guard.compare(torch.randn(5, 8), forward=lambda m, b: m(b)["more"][1])
 
 
+def test_samples_are_counted_where_a_loss_comes_first() -> None:
+    class WithLoss(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.fc = nn.Linear(8, 3)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            logits = self.fc(x)
+            return {"loss": logits.mean(), "logits": logits}
+
+    guard = ness.NullSpace(WithLoss())
+    guard.observe(torch.randn(30, 8))
+    assert guard.compare([torch.randn(7, 8), torch.randn(5, 8)]).samples == 12
+
+
 def test_norms_that_a_task_trains_for_itself_count() -> None:
     torch.manual_seed(0)
     model = named(fc=nn.Linear(20, 20), norm=nn.LayerNorm(20), head=nn.Linear(20, 3)).eval()

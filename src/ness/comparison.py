@@ -97,7 +97,7 @@ def compare_outputs(
                         f"({[tuple(x.shape) for x in now]} now, {[tuple(x.shape) for x in then]} then); "
                         "pass forward=lambda model, batch: ... for outputs that are in both"
                     )
-                sums.samples += len(now[0]) if now and now[0].ndim else 1
+                sums.samples += next((len(output) for output in now if output.ndim), 1)  # a loss alone has no samples
                 for a, b in zip(now, then, strict=True):
                     sums.add(a, b)
         finally:

@@ -199,7 +199,8 @@ class NullSpace(Observes, Exports):
 
         A layer whose weight has `requires_grad=False` stays as it is. Training starts from the shared weights: where
         the task in use has a private part, that is taken out first. Until `merge` the model's `state_dict()` holds the
-        weights without the updates: keep those with `save` or `state`, or as copies of `parameters()`.
+        weights as they run, and the updates under `ness_*` keys: a plain model loads the first with `strict=False`,
+        this one takes the second back bit for bit.
 
         Args:
             form: "any" optimizer, or "sgd": cheaper, for `torch.optim.SGD` alone (momentum, decay and clipping by norm

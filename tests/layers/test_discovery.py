@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -314,6 +316,23 @@ def test_a_model_that_becomes_complex_later_is_refused() -> None:
         with pytest.raises(ness.NessError, match=r"layer '0' is torch.complex64: expected real weights"):
             verb()
     assert guard.grams["0"].count == 30
+
+
+@pytest.mark.filterwarnings("ignore:Complex modules", "ignore:Casting complex")
+@pytest.mark.parametrize("form", ["any", "sgd"])
+def test_a_constrained_model_that_becomes_complex_is_neither_certified_nor_merged(form: Any) -> None:
+    model = nn.Sequential(nn.Linear(8, 4))
+    guard = ness.NullSpace(model, rule=ness.Rank(2))
+    guard.observe(torch.randn(30, 8))
+    guard.constrain(form=form)
+    model.to(torch.complex64)
+    for verb in (guard.certificate, guard.merge):
+        with pytest.raises(ness.NessError, match=r"layer '0' is torch.complex64: expected the real weights"):
+            verb()
+    assert guard.constrained
+    guard.discard()
+    with pytest.raises(ness.NessError, match=r"layer '0' is torch.complex64: expected"):
+        guard.certificate()
 
 
 def test_weights_of_a_dtype_that_cannot_be_trained_stay_frozen() -> None:

@@ -201,6 +201,17 @@ class Gated(Bare):
         return self.weight * x / x.square().mean(-1, keepdim=True).sqrt() * gate
 
 
+class Shaped(nn.Module):
+    """An RMSNorm over one dimension, whose weight has the shape that is multiplied with."""
+
+    def __init__(self, dim: int, *shape: int) -> None:
+        super().__init__()
+        self.dim, self.gain = dim, nn.Parameter(torch.ones(shape))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.gain * nn.functional.normalize(x, dim=self.dim) * x.shape[self.dim] ** 0.5
+
+
 class Fails(Bare):
     def forward(self, x: Tensor) -> Tensor:
         raise RuntimeError("not here")
@@ -229,6 +240,8 @@ NORMS = {
     "lucid": lambda: Lucid(16),
     "by hand": lambda: ByHand(16),
     "channels first": lambda: ChannelsFirst(16),
+    "a weight (1, 1, d)": lambda: Shaped(-1, 1, 1, 16),
+    "a weight (1, d, 1, 1)": lambda: Shaped(1, 1, 16, 1, 1),
     "torch's": lambda: nn.RMSNorm(16),
 }
 OTHERS = {

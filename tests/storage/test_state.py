@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -233,3 +235,63 @@ def test_writing_is_all_or_nothing(tmp_path: Path) -> None:
     tensors, manifest = load_folder(tmp_path / "f")
     assert torch.equal(tensors["x"], torch.ones(2))
     assert manifest["note"] == 1
+
+
+def _entries(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where every entry of plain JSON stands."""
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield (*at, key)
+        yield from _entries(inner, (*at, key))
+
+
+LENIENT = {"rule", "include", "exclude", "rest", "last"}  # parts of which older guards have less, or the guard its own
+OPTIONAL = {"private_basis", "relative", "private", "running", "own"}  # older guards had none
+NULLABLE = {"pending", "relative", "current", "projector"}
+
+
+@pytest.mark.parametrize("phase", ["constrained", "merged"])
+def test_an_entry_that_is_gone_or_of_another_kind_is_an_error_of_ours(phase: str) -> None:
+    """Missing entries were tracebacks, and numbers in the place of names were taken over."""
+    torch.manual_seed(0)
+    model = named(body=nn.Sequential(nn.Linear(9, 6), nn.BatchNorm1d(6)), head=nn.Linear(6, 2))
+
+    def fresh() -> ness.NullSpace:
+        return ness.NullSpace(model, rule=ness.Rank(3), norm="per_task", exclude=["head"])
+
+    guard = fresh()
+    guard.observe(torch.randn(40, 9))
+    guard.constrain(task="b", private=2)
+    if phase == "merged":
+        guard.merge()
+    tensors, manifest = guard.state()
+    if phase == "constrained":
+        guard.discard()
+    weights = {key: value.clone() for key, value in model.state_dict().items()}
+    guard, refused = fresh(), 0
+    for where in _entries(manifest):
+        for other in ("gone", None, -1, True, "x", [], {}, [None]):
+            edited = copy.deepcopy(manifest)
+            holder = edited
+            for key in where[:-1]:
+                holder = holder[key]
+            kind = type(holder[where[-1]])
+            if other == "gone":
+                del holder[where[-1]]
+            else:
+                holder[where[-1]] = other
+            try:
+                guard.load_state(tensors, edited)
+            except ness.NessError:
+                refused += 1
+                assert guard.grams == {}
+                assert not guard.constrained
+                continue
+            optional = (other == "gone" and where[-1] in OPTIONAL) or (other is None and where[-1] in NULLABLE)
+            assert optional or type(other) is kind or where[-1] == "current" or LENIENT & {*where}, (where, other)
+            if guard.constrained:
+                guard.discard()
+            guard = fresh()
+    assert refused > 300
+    assert all(torch.equal(value, weights[key]) for key, value in model.state_dict().items())
+    guard.load_state(tensors, manifest)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -448,6 +449,32 @@ def test_other_dtypes(dtype: torch.dtype) -> None:
         assert equal(snapshot(model), stored)
         model.float()
         refused(model, state, r"under the update is not what it was trained on: weight \(found torch\.float32")
+
+
+@pytest.mark.parametrize(("size", "warns"), [(1e-4, True), (1.0, False)])
+def test_updates_that_half_precision_cannot_hold_are_said_when_saving(size: float, warns: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3)).bfloat16()
+    guard = ness.NullSpace(model, rule=ness.Rank(2))
+    guard.observe(torch.randn(40, 8).bfloat16())
+    guard.constrain()
+    with torch.no_grad():
+        for parameter in guard.parameters():
+            parameter.normal_().mul_(size)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            saved = model.state_dict()
+    said = [str(one.message) for one in caught if "state_dict: rounding" in str(one.message)]
+    assert len(said) == warns
+    assert all("torch.bfloat16 takes more than 5% of an update" in text for text in said)
+    trained = {name: parameter.detach().clone() for name, parameter in model.named_parameters() if "ness_" in name}
+    with torch.no_grad():
+        for parameter in guard.parameters():
+            parameter.zero_()
+    model.load_state_dict(saved)
+    now = dict(model.named_parameters())
+    assert all(torch.equal(now[name], value) for name, value in trained.items())
 
 
 def test_keep_vars_gives_the_parameters_and_weights_with_a_gradient() -> None:

@@ -145,6 +145,28 @@ def test_release_refuses_to_merge_what_diverged_and_touches_nothing() -> None:
     assert ness.release(model)
 
 
+@pytest.mark.parametrize("small", [True, False])
+def test_release_into_half_precision_says_what_rounding_took_away(small: bool) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 3)).bfloat16()
+    guard = ness.NullSpace(model, rule=ness.Rank(2))
+    guard.observe(torch.randn(40, 8).bfloat16())
+    guard.constrain()
+    with torch.no_grad():
+        for parameter in guard.parameters():
+            parameter.normal_().mul_(1e-4 if small else 1.0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        del guard
+        gc.collect()
+        ness.release(model, merge=True)
+    said = [str(one.message) for one in caught if "took away" in str(one.message)]
+    assert len(said) == small
+    for text in said:
+        assert text.startswith("release(merge=True): rounding to bfloat16 took away 9")
+        assert "call model.float() before release(merge=True)" in text
+
+
 def test_release_works_on_copies_pickles_and_wrapped_models() -> None:
     model, x = small().eval(), torch.randn(9, 8)
     before = of_model(model, x)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ness.distributed import gathered
+from ness.errors import NessError
 
 Rows = Tensor  # (groups, n, d), or (groups, samples, …) whose entries are those of the rows, in their order
 #: Takes the rows of one forward call and the outputs that belong to them.
@@ -110,7 +111,12 @@ class Layer(ABC):
         return torch.stack([(now != then).any() for now, then in pairs]).any()
 
     def joint(self, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """[W b] (groups, o, width) of a parameter pair."""
+        """[W b] (groups, o, width) of a parameter pair, both real."""
+        if weight.is_complex():  # the model was converted since: half of every weight would be lost in a Gram's float64
+            raise NessError(
+                f"layer {self.name or '(model)'!r} is {weight.dtype}: expected the real weights it had when the guard "
+                "was made; convert the model back"
+            )
         matrix = self.to_matrix(weight if self.weight_part is None else weight[self.weight_part])
         if bias is None:
             return matrix.clone()

@@ -43,16 +43,19 @@ def _computes_norm(module: nn.Module) -> bool:
     """
     own = {name: value for name, value in module._parameters.items() if value is not None}
     shapes = {value.shape for value in own.values()}
-    fits = len(own) in (1, 2) and len(shapes) == 1 and len(next(iter(shapes))) == 1 and next(iter(shapes))[0] > 1
-    if not fits or module._modules or isinstance(module, torch.jit.ScriptModule):
+    shape = next(iter(shapes), torch.Size())
+    vector = sum(size > 1 for size in shape) == 1  # (d,), or (1, d, 1, 1), as norms of images may have it
+    if len(own) not in (1, 2) or len(shapes) != 1 or not vector:
         return False
-    width, generator = next(iter(shapes))[0], torch.Generator().manual_seed(0)
+    if module._modules or isinstance(module, torch.jit.ScriptModule):
+        return False
+    width, generator = shape.numel(), torch.Generator().manual_seed(0)
     values = {name: 0.5 + torch.rand(width, generator=generator, dtype=torch.float32, device="cpu") for name in own}
     x = torch.randn(2, 3, width, generator=generator, dtype=torch.float32, device="cpu")
     x = x * torch.tensor(SCALES, device="cpu").unsqueeze(-1)
     images = x.movedim(-1, 1).unsqueeze(-1)  # (2, width, 3, 1): channels first, as norms of images have them
     for rows, of_images in ((x, False), (x.flatten(0, 1), False), (images, True)):
-        found = _run(module, values, rows)
+        found = _run(module, {name: value.reshape(shape) for name, value in values.items()}, rows)
         if found is None:
             continue
         there, given = (t.squeeze(-1).movedim(1, -1) if of_images else t for t in (found, rows))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -104,3 +104,142 @@ def _check_tensors(manifest: Mapping[str, Any], schema: int, path: Path) -> None
         raise NessError(f"{path}: damaged: its tensors' name is not that of their checksum; save the guard again")
     if isinstance(size, bool) or not isinstance(size, int) or size < 0:
         raise NessError(f"{path}: damaged: its tensors have {size!r:.40} bytes; save the guard again")
+
+
+# -- what a manifest says of a guard ----------------------------------------------------------------------------------
+
+_Check = tuple[Callable[[Any], bool], str]  # whether a value fits, and what was expected in words
+
+
+def check_state(manifest: Mapping[str, Any]) -> None:
+    """Refuse a description of a guard that no guard gives: an entry that is missing, of another type or out of range.
+
+    A checksum tells that bytes are as they were written; this holds for `load_state` too, which has none.
+
+    Raises:
+        NessError: the entry, what was found and what was expected.
+    """
+    _check_entries(manifest, _STATE, "")
+    _check_entries(manifest["tasks"], _TASKS, "tasks/")
+    names, private = manifest["tasks"]["names"], manifest["tasks"].get("private", {})
+    if manifest["tasks"]["in_use"] not in names or not {*private} <= {*names}:
+        raise NessError(f"{_DAMAGED} tasks: one is used, or keeps something, that is not among {names!r:.80}; {_AGAIN}")
+    for name, entry in manifest["layers"].items():
+        where = f"layers/{name}/"
+        _check_entries(entry, _LAYER, where)
+        if "constraint" in entry:
+            _check_entries(entry["constraint"], _CONSTRAINT, f"{where}constraint/")
+            if manifest["phase"] != "constrained":
+                raise NessError(f"{_DAMAGED} {where}constraint is there, and the guard does not constrain; {_AGAIN}")
+    if not {layer for own in private.values() for layer in own} <= {*manifest["layers"]}:
+        raise NessError(f"{_DAMAGED} tasks/private names a layer that is not among the layers; {_AGAIN}")
+    for number, entry in enumerate((manifest.get("rest") or {"entries": []})["entries"]):
+        _check_entries(entry, _REST, f"rest/entries/{number}/")
+
+
+_DAMAGED, _AGAIN = "the saved guard's manifest is damaged:", "save the guard again"
+
+
+def _check_entries(found: Any, expected: Mapping[str, _Check], where: str) -> None:
+    for name, (fits, what) in expected.items():
+        optional, key = name.startswith("?"), name.removeprefix("?")
+        if key in found:
+            if not fits(found[key]):
+                raise NessError(f"{_DAMAGED} {where}{key} is {found[key]!r:.40}, expected {what}; {_AGAIN}")
+        elif not optional:
+            raise NessError(f"{_DAMAGED} {where}{key} is missing, expected {what}; {_AGAIN}")
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and value >= 0
+
+
+def _texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(one, str) for one in value)
+
+
+def _table(value: Any, fits: Callable[[Any], bool]) -> bool:
+    return isinstance(value, dict) and all(isinstance(key, str) and fits(one) for key, one in value.items())
+
+
+def _is_rest(value: Any) -> bool:
+    if not isinstance(value, dict) or not {"task", "entries"} <= value.keys() or not isinstance(value["entries"], list):
+        return False
+    named = value["task"] is None or isinstance(value["task"], str)
+    return named and all(isinstance(entry, dict) for entry in value["entries"])
+
+
+def _is(kind: type, what: str) -> _Check:
+    return (lambda value: isinstance(value, kind)), what
+
+
+def _one_of(*values: str) -> _Check:
+    return (lambda value: isinstance(value, str) and value in values), f"one of {', '.join(values)}"
+
+
+def _or_none(check: _Check) -> _Check:
+    return (lambda value: value is None or check[0](value)), f"{check[1]}, or null"
+
+
+_COUNT: _Check = (_whole, "a whole number, 0 or more")
+_SIZE: _Check = ((lambda value: _whole(value) and value > 0), "a whole number above 0")
+_TEXT, _FLAG, _OBJECT = _is(str, "text"), _is(bool, "true or false"), _is(dict, "an object")
+_NAMES: _Check = (_texts, "a list of names")
+_REASONS: _Check = ((lambda value: _table(value, lambda one: isinstance(one, str))), "a text for each name")
+
+_STATE: dict[str, _Check] = {
+    "rule": _OBJECT,
+    "include": _NAMES,
+    "exclude": _NAMES,
+    "bias": _one_of("constrain", "freeze"),
+    "norm": _one_of("freeze", "per_task"),
+    "?private_basis": _one_of("shared", "per_task"),
+    "statistics_dtype": _one_of("torch.float64", "torch.float32"),
+    "phase": _one_of("open", "constrained", "merged"),
+    "form": _one_of("any", "sgd"),
+    "idle": _REASONS,
+    "?unmasked": _REASONS,
+    "layers": ((lambda value: _table(value, lambda one: isinstance(one, dict))), "an object for each layer"),
+    "?rest": ((lambda value: _is_rest(value)), "an object with a task and a list of entries"),
+    "tasks": _OBJECT,
+}
+_TASKS: dict[str, _Check] = {
+    "names": ((lambda v: _texts(v) and len({*v}) == len(v) > 0), "a list of names, none of them twice"),
+    "in_use": _TEXT,
+    "current": _or_none(_TEXT),
+    "started": _FLAG,
+    "unnamed": _FLAG,
+    "?private": ((lambda value: _table(value, lambda own: _table(own, _whole))), "numbers by task and layer"),
+}
+_LAYER: dict[str, _Check] = {
+    "kind": _TEXT,
+    "groups": _SIZE,
+    "outputs": _SIZE,
+    "width": _SIZE,
+    "weights": _TEXT,
+    "?running": _TEXT,
+    "count": _COUNT,
+    "calls": _COUNT,
+    "pending": _or_none(((lambda v: isinstance(v, list) and len(v) == 2 and all(map(_whole, v))), "two numbers")),
+    "?relative": _or_none(_OBJECT),
+    "merges": _COUNT,
+    "last": ((lambda value: _table(value, _number)), "a number for each figure, 0 or more"),
+    "?directions": _COUNT,
+    "?factors": _COUNT,
+    "?constraint": _OBJECT,
+}
+_PROJECTORS = _one_of("complement", "basis", "dense")
+_CONSTRAINT: dict[str, _Check] = {
+    "rank": _COUNT,
+    "?way": _one_of("factored", "weight", "rows", "gradient"),
+    "?projector": _or_none(_PROJECTORS),
+    "?private": _COUNT,
+    "?own": _FLAG,
+    "?free": _PROJECTORS,
+    "?cuts": _FLAG,
+}
+_REST: dict[str, _Check] = {"names": _NAMES, "fingerprint": _or_none(_TEXT), "stored": _FLAG}

@@ -14,6 +14,7 @@ from ness.layers import Layer
 from ness.layers.norms import NormValues, norm_swaps, read_norms
 from ness.rules import rule_from_dict, rule_to_dict
 from ness.storage.folder import fingerprint
+from ness.storage.manifest import check_state
 from ness.storage.moments import (
     Triangles,
     describe_relative,
@@ -167,6 +168,7 @@ def rebuild(model: nn.Module, tensors: Mapping[str, Tensor], manifest: Mapping[s
     """A new guard on `model` from what `pack` gave."""
     from ness.guard import NullSpace
 
+    check_state(manifest)
     try:
         tensors, manifest = place(model, *with_repeats(tensors, manifest))
         guard = NullSpace(
@@ -193,6 +195,7 @@ def unpack(guard: NullSpace, tensors: Mapping[str, Tensor], manifest: Mapping[st
     """Put saved knowledge into a guard that is not constrained; nothing changes unless everything fits."""
     if guard.constrained:
         raise NessError("load_state: the guard is constrained; call merge() or discard() first")
+    check_state(manifest)
     try:
         tensors, manifest = with_repeats(tensors, manifest)
         check_accounted(tensors, manifest)
@@ -277,6 +280,8 @@ def _unpack_layer(guard: NullSpace, name: str, entry: Mapping[str, Any], tensors
         )
     if "constraint" in entry:
         protected.constraint = _constraint(protected, tensors, at, entry["constraint"])
+    elif f"{at}/tau" in tensors:
+        raise NessError(f"the saved guard is damaged: the manifest does not list the update of {name!r}; save it again")
     return protected
 
 

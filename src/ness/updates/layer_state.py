@@ -321,13 +321,10 @@ class LayerState:
         return shrink(self.relative.folded, self.anchor, stored, weights, rule.limit(self.merges + 1))
 
     def _rounded_away(self, share: float) -> float:
-        """‖fl(W + ΔW) − (W + ΔW)‖ / ‖ΔW‖ where weights are of half precision, for that share of the update."""
-        dtype = self.layer.weight.dtype
-        if dtype.itemsize >= 4 or self.constraint is None:
+        """See `rounded_away`, for that share of the update."""
+        if self.constraint is None or self.layer.weight.dtype.itemsize >= 4:
             return 0.0
-        base, change = self.layer.stored().to(torch.float64), self.constraint.change() * share
-        length = float(change.norm())
-        return float(((base + change).to(dtype).to(torch.float64) - base - change).norm()) / length if length else 0.0
+        return rounded_away(self.layer, self.constraint.change() * share)
 
     def finish(self, weights: Tensor | None, rule: Rule, keep_directions: bool) -> None:
         """Book the shared weights as trained, shrunk to a relative rule's limit: bounds add up.
@@ -352,6 +349,15 @@ class LayerState:
             held = 0 if self.directions is None else self.directions.shape[-1]
             self.directions = columns.directions if columns.directions.shape[-1] > held else self.directions
         self.constraint = None
+
+
+def rounded_away(layer: Layer, change: Tensor) -> float:
+    """‖fl(W + ΔW) − (W + ΔW)‖ / ‖ΔW‖ where weights are of half precision, else 0; ΔW in float64."""
+    dtype = layer.weight.dtype
+    if dtype.itemsize >= 4:
+        return 0.0
+    base, length = layer.stored().to(torch.float64), float(change.norm())
+    return float(((base + change).to(dtype).to(torch.float64) - base - change).norm()) / length if length else 0.0
 
 
 def swaps_of(layer: Layer, matrix: Tensor, into: Sequence[Tensor] | None = None) -> list[Swap]:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ness.distributed import as_sharded, gathered, sharded
+from ness.errors import warn
 from ness.storage.folder import fingerprint
 from ness.updates.recovering import correction
 
@@ -31,6 +32,7 @@ ABOUT = f"{PREFIX}about"  # what the trained parameters belong to
 BASE = f"{PREFIX}base"  # what the base has that the weights as they run have lost
 BESIDE = (ABOUT, BASE)
 SCHEMA = 1
+ROUNDED = 0.05  # the share of an update that rounding weights to half precision may take away unsaid
 
 
 class Passing:
@@ -43,6 +45,7 @@ class Passing:
         self.checked: list[str] | None = None  # the load (by its list of missing keys) that they are checked for
         self.restored: dict[str, Tensor] = {}  # the base that this load puts back, by name
         self.directions: str | None = None  # fingerprint of what never changes while training
+        self.warned = False  # whether somebody was warned that rounding takes much of the update
 
     def __reduce__(self) -> tuple[type[Passing], tuple[Any]]:
         return Passing, (self.base,)
@@ -150,6 +153,7 @@ def write(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars
     with torch.set_grad_enabled(keep_vars and torch.is_grad_enabled()):
         change = changes(module, updates_in(module))
         running = as_it_runs(whole, change)
+    _warn_of_rounding(passing, whole, running, change)
     for name, value in running.items():
         if sharded(base[name]):
             destination[prefix + name] = as_sharded(value.detach(), base[name])
@@ -160,6 +164,24 @@ def write(module: nn.Module, destination: dict[str, Any], prefix: str, keep_vars
     destination[prefix + ABOUT] = encode(about(module))
     destination[prefix + BASE] = correction(whole, running, change)
     passing.wrote(destination, prefix)
+
+
+@torch.no_grad()
+def _warn_of_rounding(
+    passing: Passing, whole: Mapping[str, Tensor], running: Mapping[str, Tensor], change: Mapping[str, Tensor]
+) -> None:
+    """Say, once a layer, that weights of half precision cannot hold the update: a plain model would not have it."""
+    if passing.warned or all(value.dtype.itemsize >= 4 for value in running.values()):
+        return
+    lost = sum(float((value.double() - whole[name] - change[name]).norm()) ** 2 for name, value in running.items())
+    length = sum(float(value.double().norm()) ** 2 for value in change.values())
+    if lost > ROUNDED**2 * length:
+        passing.warned = True
+        warn(
+            f"state_dict: rounding to {next(iter(running.values())).dtype} takes more than {ROUNDED:.0%} of an update "
+            "out of the weights that a plain model loads; the constrained model takes its updates back whole. Train "
+            "float32 weights under autocast, or call model.float() before saving what is to be used without the guard"
+        )
 
 
 def changes(module: nn.Module, updates: Iterable[Update]) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,12 +18,15 @@ from torch import Tensor, nn
 
 from ness._precision import ordinarily
 from ness.errors import NessError, warn
+from ness.layers import Layer
+from ness.layers.names import listed
 from ness.layers.norms import live_tensors
 from ness.statistics.watch import remove_hooks
 from ness.updates.install import BEFORE, UPDATES, is_constrained, strip
-from ness.updates.layer_state import Swap, swaps_of
+from ness.updates.layer_state import Swap, rounded_away, swaps_of
 from ness.updates.loading import arrange_checks
 from ness.updates.optimizers import OptimizerWatch
+from ness.updates.saving import ROUNDED
 from ness.updates.update import Update
 from ness.verbs.changes import in_one_step
 from ness.verbs.observing import CLAIM, refuse_observed
@@ -118,7 +121,7 @@ def release(model: nn.Module, *, merge: bool = False) -> list[str]:
             guard.merge()
         else:
             guard.discard()
-    ordinarily(_release, model, merge)
+    warn_of_rounding("release(merge=True)", ordinarily(_release, model, merge))
     return held
 
 
@@ -134,14 +137,38 @@ def _living(modules: Iterable[nn.Module]) -> list[NullSpace]:
 
 
 @torch.no_grad()
-def _release(model: nn.Module, merge: bool) -> None:
+def _release(model: nn.Module, merge: bool) -> dict[Layer, float]:
+    """Make it plain; returns the share of each layer's update that rounding to half precision took away."""
     modules = list(model.modules())
     kept: list[tuple[nn.Module, Before]] = [(m, m.__dict__[BEFORE]) for m in modules if BEFORE in m.__dict__]
     writes = _merged(modules) if merge else _values_before(kept)
+    updates = dict.fromkeys(update for module in modules for update in _updates(module)) if merge else {}
+    lost = {update.layer: rounded_away(update.layer, update.delta().to(torch.float64)) for update in updates}
     in_one_step(model, modules, writes, partial(_plain, model, modules))
     for owner in {id(record.owner): record.owner for _, record in kept}.values():
         if owner.watch is not None:
             owner.watch.remove()
+    return lost
+
+
+def warn_of_rounding(verb: str, lost: Mapping[Layer, float], further: str = "") -> None:
+    """Say where a merge into half precision has rounded away more than may go unsaid.
+
+    Args:
+        verb: that merged.
+        lost: the share of each layer's update that is gone.
+        further: what else would keep it.
+    """
+    much = {layer: share for layer, share in lost.items() if share > ROUNDED}
+    if much:
+        layers = listed([f"{share:.0%} of the update of {layer.name!r}" for layer, share in much.items()])
+        called = verb if verb.endswith(")") else f"{verb}()"
+        kind = str(next(iter(much)).weight.dtype).removeprefix("torch.")
+        warn(
+            f"{verb}: rounding to {kind} took away {layers}: what was trained is finer than what these weights can "
+            f"hold. They are merged like that. To keep all of an update call model.float() before {called}{further}; "
+            "or keep these layers in float32 and train under autocast"
+        )
 
 
 def _merged(modules: Iterable[nn.Module]) -> list[Swap]:

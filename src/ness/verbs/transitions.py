@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ness.errors import NessError, warn
-from ness.layers.names import listed
+from ness.errors import NessError
 from ness.layers.norms import affine_parameters, norm_swaps, read_norms
 from ness.tasks import Tasks
 from ness.updates.install import BEFORE, freeze_norm, install, stored_statistics, strip, uninstall
@@ -25,7 +24,7 @@ from ness.updates.update import Form, Update
 from ness.verbs.changes import carry_out
 from ness.verbs.checks import refuse_sharded
 from ness.verbs.observing import refuse_observed
-from ness.verbs.release import Before, Hold, Owner, records
+from ness.verbs.release import Before, Hold, Owner, records, warn_of_rounding
 
 if TYPE_CHECKING:
     from ness.guard import NullSpace
@@ -35,7 +34,7 @@ SHARDED = (
     "keep what was learnt with guard.save(folder) or export_lora(folder), and go on in a process without sharding: "
     "NullSpace.load(folder, model), then merge()"
 )
-ROUNDED = 0.05  # the share of an update that a half-precision merge may round away unsaid
+TWIN = ", or merge a float32 copy: twin, guard_of_twin = copy.deepcopy((model, guard))"
 
 
 def updates_of(guard: NullSpace) -> list[Update]:
@@ -142,20 +141,7 @@ def merge(guard: NullSpace) -> None:
     tasks = guard._tasks.copy()
     tasks.finish(read_norms(guard._found.norms) if guard.norm == "per_task" else {}, parts)
     leave(guard, states, tasks, "merged", writes)
-    _warn_of_rounding({name: states[name] for name in merged})
-
-
-def _warn_of_rounding(states: Mapping[str, LayerState]) -> None:
-    lost = {name: state for name, state in states.items() if state.last.rounded > ROUNDED}
-    if lost:
-        layers = listed([f"{state.last.rounded:.0%} of the update of {name!r}" for name, state in lost.items()])
-        kind = str(next(iter(lost.values())).layer.weight.dtype).removeprefix("torch.")
-        warn(
-            f"merge: rounding to {kind} took away {layers}: what was trained is finer than what these weights can "
-            "hold. They are merged like that. To keep all of an update call model.float() before merge(), or merge a "
-            "float32 copy: twin, guard_of_twin = copy.deepcopy((model, guard)); or keep these layers in float32 and "
-            "train under autocast"
-        )
+    warn_of_rounding("merge", {states[name].layer: states[name].last.rounded for name in merged}, TWIN)
 
 
 def discard(guard: NullSpace) -> None:
