@@ -2,7 +2,7 @@
 
 import dataclasses
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,9 +13,12 @@ from ness.cli.main import WrongUse
 from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.runs.environment import choose_device
-from ness.lab.runs.jobs import preset_values, settings_type
+from ness.lab.runs.jobs import Job, preset_values, settings_type
+from ness.lab.runs.log import ListenerOf
 from ness.lab.runs.run import Options, check_options
 from ness.lab.runs.settings import PRESETS, Preset, check_type, compose, overridden, read_toml, same_field, setting
+from ness.lab.runs.sweep import Grid, run_all
+from ness.lab.runs.workers import places_for, run_on_workers
 from ness.lab.training.seeds import checked
 
 T = TypeVar("T")
@@ -37,6 +40,9 @@ class How:
     out: Path = setting(Path("runs"), "folder of the run folders")
     data: Path | None = setting(None, "folder of data sets; the benchmark's own place by default")
     device: str = setting("cpu", "cpu, cuda, cuda:0, … or auto: the GPU with most free memory, else the CPU")
+    jobs: int | None = setting(
+        None, "worker processes on this machine: one thread each on the CPU, a GPU each with --device cuda"
+    )
     lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     fast: bool = setting(False, "bfloat16 steps, on a CPU that has them too; on a GPU a seed then gives no equal bits")
@@ -49,6 +55,12 @@ class How:
         None, "seconds after which no further run is begun; those under way are finished"
     )
     log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")
+
+    def carry_out(self, work: Sequence[tuple[Job, int]], listener: ListenerOf, say: Callable[[str], None]) -> Grid:
+        """Runs each job with its seed: in this process, or on as many workers as were asked for."""
+        if self.jobs is None:
+            return run_all(work, self.options(), listener, say)
+        return run_on_workers(work, self.options(), self.jobs, listener, say)
 
     def options(self) -> Options:
         """What the runs themselves need to know of it."""
@@ -128,6 +140,8 @@ def _check_options(own: Any) -> None:
     if isinstance(own, How):
         try:
             check_options(own.options())
+            if own.jobs is not None:
+                places_for(own.device, own.jobs, own.lanes)
             if own.device != "auto":
                 choose_device(own.device)
         except NessError as error:

@@ -10,7 +10,6 @@ from ness.errors import NessError
 from ness.lab.runs.jobs import resolve
 from ness.lab.runs.log import logged, named
 from ness.lab.runs.settings import setting
-from ness.lab.runs.sweep import run_all
 from ness.report.formats import text
 from ness.report.table import rows
 
@@ -46,7 +45,7 @@ def main(argv: list[str]) -> int:
         display(own.quiet, len(work)) as shown,
         logged(loggers, own.out, shown.listener) as listener,
     ):
-        grid = run_all(work, own.options(), listener, shown.say)
+        grid = own.carry_out(work, listener, shown.say)
     done = records_of(grid)
     for outcome in grid.outcomes:
         said = {"run": "finished", "resumed": "finished", "there": "was finished before; --again repeats it"}[

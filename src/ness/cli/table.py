@@ -19,7 +19,7 @@ from ness.lab.runs.experiment import Experiment, read
 from ness.lab.runs.jobs import Job
 from ness.lab.runs.log import logged, named
 from ness.lab.runs.settings import Training, setting
-from ness.lab.runs.sweep import jobs, run_all
+from ness.lab.runs.sweep import jobs
 from ness.lab.training.seeds import checked
 from ness.report.collect import Found, collect
 from ness.report.experiment_rows import planned
@@ -137,7 +137,7 @@ def carried_out(work: Sequence[tuple[Job, int]], own: Any, shown: Callable[[Sequ
         display(own.quiet, len(work)) as screen,
         logged(loggers, own.out, screen.listener) as listener,
     ):
-        grid = run_all(work, own.options(), listener, screen.say)
+        grid = own.carry_out(work, listener, screen.say)
     done = records_of(grid)
     for complaint in grid.complaints():
         tell(f"ness: {complaint}")

@@ -17,7 +17,7 @@ from ness.lab.benchmarks.validation import on_validation
 from ness.lab.runs.jobs import Job, resolve, settings_type
 from ness.lab.runs.run import Listener, folder_of
 from ness.lab.runs.settings import setting
-from ness.lab.runs.sweep import Grid, run_all
+from ness.lab.runs.sweep import Grid
 from ness.lab.runs.tune import Trial, as_toml, choose, combinations, pareto, parse_over, trial
 from ness.lab.training.loop import Event
 from ness.report.formats import aligned
@@ -56,8 +56,7 @@ def main(argv: list[str]) -> int:
         raise WrongUse(str(error)) from error
     work = [(job, seed) for _, job in jobs for seed in own.seeds]
     with stoppable(work, own.out), display(own.quiet, len(work)) as shown:
-        options, say = own.options(), shown.say
-        grid = run_all(work, options, lambda job, seed: naming(job, shown.listener(job, seed)), say)
+        grid = own.carry_out(work, lambda job, seed: naming(job, shown.listener(job, seed)), shown.say)
     clock.tell(grid, own.times, own.quiet)
     tried = finished(jobs, grid, own.seeds, own.out)
     for complaint in grid.complaints():

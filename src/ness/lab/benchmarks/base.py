@@ -132,3 +132,4 @@ class Benchmark:
     options: type = NoOptions
     check: Callable[[Any], None] | None = None  # refuses options out of their range, before any data is read
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    whole: "Benchmark | None" = None  # the benchmark of which this is the beginning, see `on_validation`

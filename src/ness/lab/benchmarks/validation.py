@@ -21,6 +21,7 @@ def on_validation(benchmark: Benchmark, tasks: int) -> Benchmark:
         title=f"{benchmark.title}; the first {tasks} tasks, judged on validation data",
         tasks=tasks,
         load=load,
+        whole=benchmark,
     )
 
 

@@ -77,8 +77,8 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
     if device.type != "cuda":
         if asked is not None and asked != 1:
             raise NessError(
-                f"--lanes {asked}: lanes share a GPU and --device is {device.type}; leave --lanes out, and start the "
-                "command once for each core, with --threads 1: they share the runs"
+                f"--lanes {asked}: lanes share a GPU and --device is {device.type}; leave --lanes out, and use "
+                "--jobs for several processes, one a core"
             )
         return 1
     if asked is not None:

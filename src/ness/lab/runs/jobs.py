@@ -14,6 +14,7 @@ from ness.errors import NessError
 from ness.lab import registry
 from ness.lab.benchmarks.base import Benchmark, Request, Stream
 from ness.lab.benchmarks.dataset_cache import Shelf
+from ness.lab.benchmarks.validation import on_validation
 from ness.lab.methods.base import MethodSpec
 from ness.lab.runs.settings import (
     AND_WITH,
@@ -78,6 +79,52 @@ class Job:
         options = part_of(self.settings, self.benchmark.options)
         load = partial(self.benchmark.load, Request(seed, data, options, shelf))
         return load() if shelf is None else shelf.lend((self.benchmark.name, seed, data, str(options)), load)
+
+
+@dataclass(frozen=True)
+class JobDescription:
+    """A job in plain data, which another process or machine makes the same job of: specs go by their names."""
+
+    method: str
+    benchmark: str
+    first_tasks: int | None  # judged on validation data; None: the whole benchmark
+    preset: Preset
+    settings: Mapping[str, Any]
+    label: str
+    fast: bool
+    name: str
+    digest: str
+
+    @classmethod
+    def of(cls, job: Job) -> "JobDescription":
+        """The description of a job."""
+        whole, tasks = job.benchmark.whole or job.benchmark, job.benchmark.tasks if job.benchmark.whole else None
+        names = (job.method.name, whole.name, tasks, job.preset)
+        return cls(*names, job.as_dict(), job.label, job.fast, job.name, job.digest)
+
+    def job(self) -> Job:
+        """The job.
+
+        Raises:
+            NessError: method or benchmark are not installed here, or another version makes another job of it.
+        """
+        spec = registry.find("method", self.method, registry.all_methods())
+        bench = registry.find("benchmark", self.benchmark, registry.all_benchmarks())
+        if self.first_tasks is not None:
+            bench = on_validation(bench, self.first_tasks)
+        try:
+            settings = settings_type(spec, bench)(**self.settings)
+        except TypeError as error:
+            raise NessError(
+                f"{self.method} on {self.benchmark}: {error}; install one version of ness and of its methods everywhere"
+            ) from error
+        job = Job(spec, bench, self.preset, settings, self.label, self.fast, self.name)
+        if job.digest != self.digest:
+            raise NessError(
+                f"{self.method} on {self.benchmark}: its settings have the digest {job.digest} here, expected "
+                f"{self.digest}; install one version of ness and of its methods everywhere"
+            )
+        return job
 
 
 def settings_type(method: MethodSpec, benchmark: Benchmark) -> type:

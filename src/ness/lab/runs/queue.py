@@ -1,9 +1,11 @@
 """What was asked for in a folder of runs, kept beside them, so that who watches knows what is left."""
 
 import contextlib
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePath
+from statistics import fmean
 from typing import Any, get_type_hints
 
 from ness._files import append_line
@@ -68,3 +70,40 @@ def request_of(line: Mapping[str, Any]) -> RunRequest | None:
         return None
     texts = {name: printable(line[name])[:1000] for name in ("benchmark", "method", "setting")}
     return RunRequest(**{**line, **texts})
+
+
+#: What runs that last alike have in common, from the most alike on.
+ALIKE: tuple[Callable[[RunRequest], tuple[object, ...]], ...] = (
+    lambda asked: ("setting", asked.benchmark, asked.method, asked.setting, asked.epochs),
+    lambda asked: ("method", asked.benchmark, asked.method, asked.epochs),
+    lambda asked: ("benchmark", asked.benchmark, asked.epochs),
+)
+
+
+class Lengths:
+    """How long runs last, by what those like them took; where nothing is like them, by tasks times epochs.
+
+    >>> lengths = Lengths()
+    >>> one = RunRequest("digits-ness-0-seed1", "digits", "ness", "fixed", 1, 5, 15)
+    >>> lengths.add(one, 5 * 15, 30.0)
+    >>> lengths.expected(one, 5 * 15), lengths.expected(RunRequest("", "other", "ness", "fixed", 1, 10, 15), 10 * 15)
+    (30.0, 60.0)
+    """
+
+    def __init__(self) -> None:
+        self._taken: dict[tuple[object, ...], list[float]] = defaultdict(list)
+        self._paces: list[float] = []  # seconds per unit
+
+    def add(self, asked: RunRequest, units: float, seconds: float) -> None:
+        """A run of so many units (tasks times epochs) took so long."""
+        for alike in ALIKE:
+            self._taken[alike(asked)].append(seconds)
+        if units > 0:
+            self._paces.append(seconds / units)
+
+    def expected(self, asked: RunRequest, units: float) -> float:
+        """Seconds to expect of a run; without any record its units, which still tell the longer from the shorter."""
+        for alike in ALIKE:
+            if found := self._taken.get(alike(asked)):
+                return fmean(found)
+        return units * (fmean(self._paces) if self._paces else 1.0)

@@ -99,7 +99,7 @@ class RunLocked(NessError):
 
     def __init__(self, path: Path, holder: str) -> None:
         super().__init__(f"{path} is held by {holder}; wait for it, or choose another --out")
-        self.holder = holder
+        self.path, self.holder = path, holder
 
 
 class RunFolder:

@@ -77,19 +77,12 @@ def time_left(found: Sequence[Standing]) -> float | None:
     whole = [(one, total) for one in found if (total := _total(one)) is not None]
     rests = []
     for one in open_runs:
-        total = next((mean for alike in _ALIKE if (mean := _mean(one, whole, alike)) is not None), _total(one))
+        total = next((mean for alike in queue.ALIKE if (mean := _mean(one, whole, alike)) is not None), _total(one))
         if total is None:
             return None
         rests.append(total * (1 - one.share))
     running = sum(one.state == "running" for one in open_runs)
     return max(sum(rests) / max(1, running), max(rests, default=0.0))
-
-
-_ALIKE: tuple[Callable[[RunRequest], object], ...] = (
-    lambda asked: (asked.benchmark, asked.method, asked.setting, asked.epochs),
-    lambda asked: (asked.benchmark, asked.method, asked.epochs),
-    lambda asked: (asked.benchmark, asked.epochs),
-)
 
 
 def _mean(

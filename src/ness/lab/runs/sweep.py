@@ -27,6 +27,7 @@ from ness.lab.runs.run import Listener, Options, Outcome, check_options, folder_
 from ness.lab.runs.run_folder import RunFolder, RunLocked
 from ness.lab.runs.settings import nearest
 
+End = Outcome | NessError | None  # of a run; None: it was not begun
 LOOK_EVERY = 1.0  # seconds between two looks at runs that other processes have
 
 
@@ -39,6 +40,19 @@ class Grid:
     not_begun: list[str] = field(default_factory=list)
     on_gpu: bool = False
 
+    @classmethod
+    def of(cls, work: Sequence[tuple[Job, int]], ends: Sequence[End], on_gpu: bool) -> "Grid":
+        """The grid of runs and their ends, in the order in which they were asked for."""
+        grid = cls(on_gpu=on_gpu)
+        for (job, seed), end in zip(work, ends, strict=True):
+            if isinstance(end, Outcome):
+                grid.outcomes.append(end)
+            elif end is None:
+                grid.not_begun.append(name_of(job, seed))
+            else:
+                grid.failures[name_of(job, seed)] = str(end)
+        return grid
+
     def complaints(self) -> list[str]:
         """A line for each run that failed, and one for those that were not begun."""
         lines = [f"{name}: {reason}" for name, reason in self.failures.items()]
@@ -48,6 +62,11 @@ class Grid:
                 f"time of --stop-after was over; the same command, without --again, goes on with {self.not_begun[0]}"
             )
         return lines
+
+
+def name_of(job: Job, seed: int) -> str:
+    """What people read of a run: 'ness on digits, seed 1'."""
+    return f"{job.title} on {job.benchmark.name}, seed {seed}"
 
 
 def jobs(
@@ -105,22 +124,20 @@ def run_all(
         )
         for job, seed in asked
     ]
-    grid = Grid(on_gpu=device.type == "cuda")
+    carried = partial(carry_out, device=device, quick=quick, lanes=options.lanes, need=need)
+    ends = carried(runs)
+    if not options.again:  # else a run that another process has just finished would be begun anew
+        _wait_for_others(runs, ends, [name_of(job, seed) for job, seed in asked], carried, say)
+    return Grid.of(asked, ends, device.type == "cuda")
+
+
+def carry_out(
+    runs: Sequence[Run[Outcome | None]], device: torch.device, quick: bool, lanes: int | None, need: int
+) -> list[End]:
+    """How the runs end on a device: one after another on a CPU, `lanes` side by side on a GPU."""
     here = torch.cuda.device(device) if device.type == "cuda" else nullcontext()
     with here, repeatable(device, not quick):
-        lanes = lanes_for(device, options.lanes, need)
-        ends = side_by_side(runs, device, lanes)
-        names = [f"{job.title} on {job.benchmark.name}, seed {seed}" for job, seed in asked]
-        if not options.again:  # else a run that another process has just finished would be begun anew
-            _wait_for_others(runs, ends, names, lambda held: side_by_side(held, device, lanes), say)
-    for name, end in zip(names, ends, strict=True):
-        if isinstance(end, Outcome):
-            grid.outcomes.append(end)
-        elif end is None:
-            grid.not_begun.append(name)
-        else:
-            grid.failures[name] = str(end)
-    return grid
+        return side_by_side(runs, device, lanes_for(device, lanes, need))
 
 
 def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) -> Outcome | None:
@@ -128,6 +145,11 @@ def _in_time(began: float, run: Run[Outcome], folder: Path, options: Options) ->
     late = options.stop_after is not None and time.monotonic() - began >= options.stop_after
     if late and (options.again or RunFolder(folder).result() is None):
         return None
+    return attempt(run, folder)
+
+
+def attempt(run: Run[Outcome], folder: Path) -> Outcome:
+    """The run; whatever error of its method's it ends with becomes one of ours."""
     try:
         return run()
     except NessError:
