@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from ness.cli.main import main
 from ness.cli.repair_data import TextBatches, texts_of
 from ness.errors import NessError
+from ness.integrations.folders import _locked, load_pair, write_model
 
 WORDS = [f"w{i}" for i in range(60)]
 
@@ -47,11 +50,82 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         (["base", "tuned", "--at-most", "0.1", "--dry-run"], "--probe"),
         (["base", "tuned", "--length", "0", "--dry-run"], "at least 1"),
         (["base", "tuned", "--out", "."], "something already"),
+        (["base", "tuned", "--probe", ".", "--at-most", "nan", "--dry-run"], "--at-most"),
+        (["base", "tuned", "--tokens-old", "9" * 40, "--dry-run"], "--tokens-old"),
+        (["base", "tuned", "--seed", "-1", "--dry-run"], "--seed"),
+        (["base", "tuned", "--seed", "9" * 40, "--dry-run"], "--seed"),
+        (["base", "tuned", "--memory", "much", "--dry-run"], "--memory"),
+        (["base", "tuned", "--device", "\x1b[31m", "--dry-run"], "--device"),
+        (["base", "tuned", "--device", "cuda:77", "--dry-run"], "--device"),
+        (["base", "tuned", "--old", "/dev/zero", "--dry-run"], "ordinary file"),
+        (["base", "tuned", "--new", "x" * 5000, "--dry-run"], "--new"),
+        (["base", "tuned", "--out", "x" * 5000], "--out"),
     ],
 )
 def test_wrong_use_is_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["repair", *arguments]) == 2
-    assert said in capsys.readouterr().err
+    found = capsys.readouterr().err
+    assert said in found
+    assert found.count("\n") == 1
+    assert "\x1b" not in found
+
+
+def test_what_is_hostile_in_a_file_of_texts_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "a.jsonl"
+    for line in ("[" * 100_000, '{"text": "w1", "n": ' + "9" * 5000 + "}", '{"text": "\\ud800"}', "[1]"):
+        path.write_text(line)
+        with pytest.raises(NessError) as caught:
+            texts_of(path, "text", Words())
+        assert "\n" not in str(caught.value)
+        assert "line 1" in str(caught.value)
+    path.unlink()
+    os.mkfifo(path)
+    with pytest.raises(NessError, match="ordinary file"):
+        texts_of(path, "text", Words())
+
+
+class Model(torch.nn.Module):
+    """Has `save_pretrained`, as a model of transformers has."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        super().__init__()
+        self.error = error
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"weights")
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_full_disk_leaves_nothing_and_says_so_in_one_line(tmp_path: Path) -> None:
+    full = SafetensorError("Error while serializing: I/O error: No space left on device\n(os error 28)")
+    with pytest.raises(NessError, match="could not be written") as caught:
+        write_model(Model(full), str(tmp_path / "tuned"), tmp_path / "out", {})
+    assert "\n" not in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_killed_writer_left_is_removed_by_the_next_and_what_lives_is_not(tmp_path: Path) -> None:
+    left, living = (tmp_path / f".out.ness-{digit * 16}.tmp" for digit in "ab")
+    for folder in (left, living):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(b"half")
+    handle = _locked(living)
+    write_model(Model(), str(tmp_path / "tuned"), tmp_path / "out", {"note": "x"})
+    os.close(handle)
+    assert not left.exists()
+    assert living.exists()
+    assert {path.name for path in (tmp_path / "out").iterdir()} == {"model.safetensors", "note"}
+
+
+@pytest.mark.parametrize("kind", ["pipe", "nothing", "device"])
+def test_what_is_no_file_in_a_model_folder_is_refused_at_once(kind: str, tmp_path: Path) -> None:
+    if kind == "pipe":
+        os.mkfifo(tmp_path / "model.safetensors")
+    else:
+        (tmp_path / "model.safetensors").symlink_to("/dev/zero" if kind == "device" else "missing")
+    with pytest.raises(NessError, match="expected an ordinary file"):
+        load_pair("base", str(tmp_path))
 
 
 def test_lines_and_json_lines(tmp_path: Path) -> None:
@@ -218,7 +292,7 @@ def test_what_fails_is_one_line_exit_code_1_and_nothing_written(
 
     monkeypatch.setattr("ness.integrations.folders.sync_folder", broken)
     monkeypatch.setattr("ness.integrations.folders.shutil.copyfile", broken)
-    assert main([*paths(folders, "tuned", "x"), *old]) == 1
+    assert main([*paths(folders, "tuned", "x"), *old]) == 130
     assert "interrupted; nothing was written" in capsys.readouterr().err
     assert not (folders / "x").exists()
     assert [path.name for path in folders.iterdir() if path.name.startswith(".")] == []

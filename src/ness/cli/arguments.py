@@ -1,6 +1,9 @@
 """From a command line to settings: the flags of a run are the fields of its method's and benchmark's dataclasses."""
 
+import contextlib
 import dataclasses
+import io
+import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -107,13 +110,12 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
         default = overridden(kind, base, config, f"--config {peek(argv, 'config')}")
     except NessError as error:
         raise WrongUse(str(error)) from error
-    parsed = tyro.cli(
+    parsed = understood(
         _with_help(kind),
         args=list(argv),
         prog=prog,
         description=text,
         default=_with_help(kind)(**_values(default)),
-        config=(tyro.conf.FlagCreatePairsOff,),
     )
     _check_seeds(parsed)
     fields = {item.name for item in dataclasses.fields(kind)}
@@ -126,13 +128,36 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
 
 def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
     """Reads a command line against the fields of `own` alone."""
-    parsed: Any = tyro.cli(
-        _with_help(own), args=list(argv), prog=prog, description=text, config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    parsed: Any = understood(_with_help(own), args=list(argv), prog=prog, description=text)
     _check_seeds(parsed)
     mine = own(**_values(parsed))
     _check_options(mine)
     return mine
+
+
+def understood(kind: type[T], args: Sequence[str], prog: str, **options: Any) -> T:
+    """What `tyro.cli` makes of a command line; its complaint, a box of lines, as one line.
+
+    Raises:
+        WrongUse: the line was not understood.
+    """
+    said = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(said):
+            return tyro.cli(kind, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,), **options)
+    except SystemExit as stop:
+        if not stop.code:  # --help
+            raise
+        raise WrongUse(_in_one_line(said.getvalue(), prog)) from stop
+
+
+def _in_one_line(box: str, prog: str) -> str:
+    lines = [line.strip(" │").strip() for line in box.splitlines() if not line.startswith(("╭", "╰"))]
+    rule = next((at for at, line in enumerate(lines) if line and not line.strip("─")), len(lines))
+    what = " ".join(filter(None, lines[:rule])) or "not understood"
+    near = re.search(r"(--[a-z][a-z-]*)", " ".join(lines[rule:])) if "meant" in box else None
+    meant = f" Did you mean {near[1]}?" if near else ""
+    return f"{what.rstrip('.')}.{meant} `{prog} --help` says more"
 
 
 def _check_options(own: Any) -> None:

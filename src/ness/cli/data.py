@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bars
 
+from ness.cli.main import Parser, WrongUse
 from ness.errors import NessError, printable
 from ness.lab.datasets.catalogue import CATALOGUE, GROUPS, DataSet, look_up
 from ness.lab.datasets.download import Progress, at_tenth
@@ -31,8 +32,11 @@ def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code is 0 (done), 2 (wrong use) or 1 (failed)."""
     try:
         arguments = _parser().parse_args(argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    except WrongUse as error:
+        sys.stderr.write(f"ness data: {printable(str(error))}\n")
+        return 2
+    except SystemExit:  # --help
+        return 0
     try:
         sets = list(dict.fromkeys(data_set for name in arguments.names for data_set in look_up(name)))
     except NessError as error:
@@ -48,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     form = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ness data",
         description="Find, download and check the data sets of the benchmarks.",
         epilog=_EXAMPLE,

@@ -7,6 +7,7 @@ from typing import Literal
 import torch
 import tyro
 
+from ness.cli.arguments import understood
 from ness.lab import registry
 from ness.lab.methods.base import MethodSpec, Sizes, sizes_of
 from ness.lab.runs.jobs import resolve
@@ -28,7 +29,7 @@ ABOUT = "List the methods or the benchmarks there are. Examples: ness list metho
 
 def main(argv: list[str]) -> int:
     """Prints the list on standard output."""
-    what = tyro.cli(ListArguments, args=argv, prog="ness list", description=ABOUT).what
+    what = understood(ListArguments, args=argv, prog="ness list", description=ABOUT).what
     sys.stdout.write(methods() if what == "methods" else benchmarks())
     return 0
 

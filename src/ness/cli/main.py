@@ -1,11 +1,13 @@
 """The command line: `ness COMMAND`, with a module per command, and how mistakes look."""
 
+import argparse
 import contextlib
 import io
 import os
 import sys
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from ness._files import reason
 from ness._version import __version__
@@ -44,6 +46,14 @@ COMMANDS = {
 
 class WrongUse(NessError):
     """A command that was not understood: exit code 2."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An argument parser whose mistakes are one line."""
+
+    def error(self, message: str) -> NoReturn:
+        """What is wrong, and where more is said."""
+        raise WrongUse(f"{message}; `{self.prog} --help` says more")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

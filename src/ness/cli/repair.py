@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import json
+import os
+import stat
 import sys
 import time
 from collections.abc import Iterator
@@ -13,11 +14,14 @@ from typing import Any, TextIO
 
 import torch
 
+from ness._files import reason
+from ness._sealed import seal_json
 from ness._version import __version__
-from ness.cli.main import WrongUse
+from ness.cli.main import Parser, WrongUse
 from ness.cli.repair_data import ImageBatches, TextBatches, image_files, texts_of
-from ness.errors import NessError, NessWarning
+from ness.errors import NessError, NessWarning, printable
 from ness.integrations.folders import Loaded, check_out, load_image_processor, load_pair, load_tokenizer, write_model
+from ness.repairing.grams import parse_memory
 from ness.repairing.repair import repair
 from ness.repairing.report import Repair
 
@@ -33,12 +37,15 @@ EXAMPLES = """examples:
   ness repair base/ tuned/ --new new-pictures/ --old old-pictures/ --out repaired/
 
 Text: a line each, or JSON lines with the field "text" (or "messages"). Pictures: a folder of them.
-Exit codes: 0 done, 2 wrong use, 1 failed."""
+Exit codes: 0 done, 1 failed, 2 wrong use, 130 Ctrl-C."""
+
+
+MOST = 1 << 40  # of tokens, pictures and the like
 
 
 def parser() -> argparse.ArgumentParser:
     """All options."""
-    made = argparse.ArgumentParser(
+    made = Parser(
         "ness repair", description=ABOUT, epilog=EXAMPLES, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     made.add_argument("base", metavar="BASE", help="the model before tuning: a folder, or a name on the hub")
@@ -75,9 +82,8 @@ def main(argv: list[str]) -> int:
     try:
         with _progress(own.quiet) as shown, _warnings_said(shown):
             return _run(own, shown)
-    except KeyboardInterrupt:
-        sys.stderr.write("ness: interrupted; nothing was written\n")
-        return 1
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt("nothing was written") from stop
 
 
 def _check(own: argparse.Namespace) -> None:
@@ -89,9 +95,23 @@ def _check(own: argparse.Namespace) -> None:
         raise WrongUse("--probe and --at-most belong together")
     if own.strength is not None and not 0 <= own.strength < float("inf"):
         raise WrongUse(f"--strength is {own.strength}, expected a number, at least 0")
-    for name in ("tokens_old", "tokens_new", "pictures", "length", "passes"):
-        if getattr(own, name) < 1:
-            raise WrongUse(f"--{name.replace('_', '-')} is {getattr(own, name)}, expected at least 1")
+    if own.at_most is not None and not 0 <= own.at_most < float("inf"):
+        raise WrongUse(f"--at-most is {own.at_most}, expected a number, at least 0")
+    for name, least, most in (
+        ("tokens_old", 1, MOST), ("tokens_new", 1, MOST), ("pictures", 1, MOST), ("length", 1, MOST),
+        ("passes", 1, MOST), ("seed", 0, 2**63 - 1),
+    ):  # fmt: skip
+        if not least <= getattr(own, name) <= most:
+            raise WrongUse(
+                f"--{name.replace('_', '-')} is {getattr(own, name)}, expected at least {least} and at most {most}"
+            )
+    try:
+        parse_memory(own.memory)
+        torch.empty(0, device=own.device)
+    except NessError as error:
+        raise WrongUse(str(error).replace("repair(memory=", "--memory (")) from error
+    except (RuntimeError, AssertionError) as error:  # torch's own words on a device that is not there
+        raise WrongUse(f"--device {own.device}: {reason(error):.200}") from error
     if own.others not in ("keep", "base"):
         try:
             own.others = float(own.others)
@@ -101,17 +121,31 @@ def _check(own: argparse.Namespace) -> None:
             raise WrongUse("--others: expected keep, base, or a number from 0 to 1")
     for name in ("new", "old", "probe"):
         path = getattr(own, name)
-        if path is not None and not (name == "old" and path == "self") and not Path(path).exists():
-            raise WrongUse(f"--{name} {path}: there is no such file")
+        if path is not None and not (name == "old" and path == "self"):
+            _check_place(f"--{name} {path}", path)
     for name in ("base", "tuned"):
         path = getattr(own, name)
-        if path.startswith((".", "/", "~")) and not Path(path).is_dir():
+        if path.startswith((".", "/", "~")) and not os.path.isdir(path):  # noqa: PTH112 - True or False, for any text
             raise WrongUse(f"{path}: there is no such folder")
     if own.out is not None:
         try:
             check_out(Path(own.out))
         except NessError as error:
             raise WrongUse(str(error)) from error
+        except OSError as error:
+            raise WrongUse(f"--out {own.out}: {reason(error)}") from error
+
+
+def _check_place(what: str, path: str) -> None:
+    """Refuses what is neither a file nor a folder: of a pipe or a device reading might never end."""
+    try:
+        mode = os.stat(path).st_mode  # noqa: PTH116
+    except FileNotFoundError as error:
+        raise WrongUse(f"{what}: there is no such file") from error
+    except (OSError, ValueError) as error:
+        raise WrongUse(f"{what}: {reason(error)}") from error
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise WrongUse(f"{what}: found a pipe, a device or the like, expected an ordinary file")
 
 
 def _run(own: argparse.Namespace, shown: Shown) -> int:
@@ -120,7 +154,7 @@ def _run(own: argparse.Namespace, shown: Shown) -> int:
     try:
         loaded = load_pair(own.base, own.tuned, dtype, own.device)
     except (RuntimeError, AssertionError) as error:  # torch's own words on a device that is not there
-        raise NessError(f"--device {own.device}: {error}") from error
+        raise NessError(f"--device {own.device}: {reason(error):.400}") from error
     data = Data(own, loaded, shown)
     old, new, probe = data.old(), data.of("new", own.new), data.of("probe", own.probe)
     done = repair(
@@ -145,9 +179,9 @@ def _run(own: argparse.Namespace, shown: Shown) -> int:
         return 0
     out = Path(own.out)
     report = {"ness": __version__, "base": own.base, "tuned": own.tuned, **done.to_dict()}
-    files = {"README.md": card(own, loaded, done), "ness-repair.json": json.dumps(report, indent=1) + "\n"}
+    files = {"README.md": card(own, loaded, done), "ness-repair.json": seal_json(report, "ness-repair.json").decode()}
     write_model(loaded.tuned, own.tuned, out, files)
-    sys.stdout.write(f"{done}\n\nwritten to {out}\n")
+    sys.stdout.write(f"{done}\n\nwritten to {printable(str(out))}\n")
     return 0
 
 
@@ -240,7 +274,7 @@ class Shown:
         """A line of its own."""
         if not self.quiet:
             self.end()
-            self.out.write(f"{text}\n")
+            self.out.write(f"{printable(text)}\n")
             self.out.flush()
 
     def progress(self, stage: str, done: int, total: int | None) -> None:
@@ -296,4 +330,4 @@ def _warnings_said(shown: Shown) -> Iterator[None]:
         for warning in caught:
             if issubclass(warning.category, NessWarning):
                 shown.end()
-                sys.stderr.write(f"warning: {warning.message}\n")
+                sys.stderr.write(f"warning: {printable(str(warning.message))}\n")

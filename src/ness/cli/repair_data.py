@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ness._files import reason
+from ness._files import read_bytes, reason
 from ness.errors import NessError
 
 BATCH_TOKENS = 2048  # of one batch
@@ -21,23 +21,33 @@ PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 def texts_of(path: Path, field: str, tokenizer: Any) -> list[str]:
     """The texts of a file: a line each, or of JSON lines (.jsonl, .json) the named field, or its messages."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        lines = read_bytes(path).decode("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise NessError(f"{path}: could not be read as text in UTF-8 ({reason(error)})") from error
     as_json = path.suffix in (".jsonl", ".json", ".ndjson")
     texts = []
     for number, line in enumerate(lines, 1):
         if line.strip():
-            texts.append(_text_of(line, f"{path}, line {number}", field, tokenizer) if as_json else line)
+            where = f"{path}, line {number}"
+            texts.append(_unicode(_text_of(line, where, field, tokenizer), where) if as_json else line)
     if not texts:
         raise NessError(f"{path}: there is no text in it")
     return texts
 
 
+def _unicode(text: str, where: str) -> str:
+    """The text, unless it holds half of a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise NessError(f"{where}: found half of a surrogate pair, expected Unicode text") from error
+    return text
+
+
 def _text_of(line: str, where: str, field: str, tokenizer: Any) -> str:
     try:
         entry = json.loads(line)
-    except json.JSONDecodeError as error:
+    except (ValueError, RecursionError) as error:  # no JSON, numbers of thousands of digits, nested too deep
         raise NessError(f"{where}: no JSON ({reason(error)}); expected an object a line") from error
     if isinstance(entry, str):
         return entry
@@ -149,6 +159,6 @@ class ImageBatches:
                 try:
                     with Image.open(path) as picture:
                         pictures.append(picture.convert("RGB"))
-                except OSError as error:
+                except Exception as error:  # whatever a decoder makes of foreign bytes
                     raise NessError(f"{path}: no picture that could be read ({reason(error)})") from error
             yield {"pixel_values": self.processor(images=pictures, return_tensors="pt")["pixel_values"]}

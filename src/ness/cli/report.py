@@ -7,6 +7,7 @@ from typing import Annotated
 
 import tyro
 
+from ness.cli.arguments import understood
 from ness.errors import printable
 from ness.report import write
 from ness.report.collect import collect
@@ -33,9 +34,7 @@ class ReportArguments:
 
 def main(argv: list[str]) -> int:
     """Writes the report; what was left out and where the page is go to standard error."""
-    own = tyro.cli(
-        ReportArguments, args=argv, prog="ness report", description=ABOUT, config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    own = understood(ReportArguments, args=argv, prog="ness report", description=ABOUT)
     found = collect(own.runs)
     for problem in found.problems:
         sys.stderr.write(f"ness: left out: {problem}\n")  # printable already

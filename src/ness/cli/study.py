@@ -6,8 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ness.cli.main import Parser, WrongUse
+from ness.errors import NessError, printable
+
 if TYPE_CHECKING:
     import torch
+
+    from ness.lab.language import study
 
 _EXAMPLE = """example:
   ness study experiments/language-stories15m-reviews.toml --out results/language
@@ -21,7 +26,7 @@ is not measured again.
 
 def main(argv: Sequence[str]) -> int:
     """Run the command; the exit code is 0 (done), 2 (wrong use) or 1 (failed)."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="ness study",
         description="Adapt a pretrained language model to a new domain in many ways; measure each.",
         epilog=_EXAMPLE,
@@ -33,49 +38,45 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--rows", nargs="+", default=(), metavar="NAME", help="these rows of the plan alone")
     parser.add_argument("--seeds", nargs="+", type=int, default=(), metavar="N", help="instead of the plan's")
     parser.add_argument("--device", default="cpu", help="cpu, cuda or cuda:0, …")
-    parser.add_argument("--threads", type=int, default=1, help="CPU threads (default: 1)")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads, at most the cores (default: 1)")
     parser.add_argument("--quiet", action="store_true", help="say nothing while it runs")
-    try:
-        arguments = parser.parse_args(argv)
-    except SystemExit as stop:
-        return int(stop.code or 0)
+    arguments = parser.parse_args(argv)
     import torch
 
-    from ness.errors import NessError
     from ness.lab.language import study
 
-    try:
-        plan = study.read(arguments.plan)
-        device = device_of(arguments.device)
-    except NessError as error:
-        sys.stderr.write(f"ness study: {error}\n")
-        return 2
-    if not 1 <= arguments.threads <= 1024:
-        sys.stderr.write(f"ness study: --threads {arguments.threads}: expected at least 1\n")
-        return 2
+    plan, device = _checked(arguments)
     torch.set_num_threads(arguments.threads)
 
     def say(line: str) -> None:
         if not arguments.quiet:
-            sys.stderr.write(f"{line}\n")
+            sys.stderr.write(f"{printable(line)}\n")
 
     def material() -> study.Material:
         return study.prepare(plan, arguments.data, device)
 
-    study.run(plan, arguments.plan.stem, material, arguments.out, say, arguments.rows, arguments.seeds)
+    try:
+        study.run(plan, arguments.plan.stem, material, arguments.out, say, arguments.rows, arguments.seeds)
+    except KeyboardInterrupt as stop:
+        raise KeyboardInterrupt("the same command goes on after the rows that have their records") from stop
     return 0
 
 
-def device_of(text: str) -> "torch.device":
-    """The device of this name, if it is there."""
-    import torch
-
-    from ness.errors import NessError
+def _checked(arguments: argparse.Namespace) -> "tuple[study.Plan, torch.device]":
+    """The plan and the device, before anything is loaded or written; a mistake is wrong use."""
+    from ness.lab.language import study
+    from ness.lab.runs.environment import choose_device
+    from ness.lab.runs.run import Options, check_options
+    from ness.lab.training.seeds import checked
 
     try:
-        device = torch.device(text)
-    except RuntimeError:
-        raise NessError(f"--device {text}: expected cpu, cuda, or cuda:0 and so on") from None
-    if device.type not in ("cpu", "cuda") or (device.type == "cuda" and not torch.cuda.is_available()):
-        raise NessError(f"--device {text}: is not here; expected cpu, or cuda where there is a GPU")
-    return device
+        plan = study.read(arguments.plan)
+        study.rows_of(plan, arguments.rows)
+        if arguments.seeds:
+            checked(arguments.seeds)
+        if arguments.threads < 1:
+            raise NessError(f"--threads {arguments.threads}: expected at least 1")
+        check_options(Options(threads=arguments.threads))
+        return plan, choose_device(arguments.device)
+    except NessError as error:
+        raise WrongUse(str(error)) from error

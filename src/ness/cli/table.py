@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from ness.cli.arguments import Common, How, given, parse, parse_flags, peek
+from ness.cli.arguments import Common, How, given, parse, parse_flags, peek, understood
 from ness.cli.display import CommandClock, display, records_of, stoppable, tell
 from ness.cli.main import WrongUse
 from ness.errors import NessError
@@ -111,7 +111,7 @@ def of_plan(argv: list[str]) -> int:
 
 def of_records(argv: list[str]) -> int:
     """Whatever the folder holds."""
-    own = tyro.cli(FromArguments, args=argv, prog="ness table", description=ABOUT)
+    own = understood(FromArguments, args=argv, prog="ness table", description=ABOUT)
     found = told(collect([own.source]))
     sys.stdout.write(FORMATS[own.format](rows(found.records)))
     return 0
@@ -119,8 +119,7 @@ def of_records(argv: list[str]) -> int:
 
 def of_plan_and_records(argv: list[str]) -> int:
     """The plan's rows, those that are not run yet as well."""
-    flags_off = (tyro.conf.FlagCreatePairsOff,)
-    own = tyro.cli(PlanFromArguments, args=argv, prog="ness table", description=ABOUT, config=flags_off)
+    own = understood(PlanFromArguments, args=argv, prog="ness table", description=ABOUT)
     asked = experiment_of(own.plan, own.rows, own.seeds, own.fast)
     found = told(collect([own.source], none_is_fine=True))
     sys.stdout.write(FORMATS[own.format]([one.row for one in planned(asked, found.records)]))

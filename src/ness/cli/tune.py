@@ -1,6 +1,7 @@
 """`ness tune`: a grid of settings on the validation data of the first tasks, its Pareto front, and the choice."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -9,7 +10,7 @@ from typing import Any
 
 from ness._files import write_bytes
 from ness.cli.arguments import Common, Request, parse
-from ness.cli.display import CommandClock, display, stoppable, tell
+from ness.cli.display import CommandClock, display, records_of, stoppable, tell
 from ness.cli.main import WrongUse
 from ness.errors import NessError
 from ness.lab import registry
@@ -55,9 +56,13 @@ def main(argv: list[str]) -> int:
     except NessError as error:
         raise WrongUse(str(error)) from error
     work = [(job, seed) for _, job in jobs for seed in own.seeds]
+    path = own.write or own.out / f"{own.benchmark}-{own.method}.toml"
+    if os.path.lexists(path) and not path.is_file():  # said now, not after hours of training
+        raise WrongUse(f"--write {path}: found no ordinary file there; name another one")
     with stoppable(work, own.out), display(own.quiet, len(work)) as shown:
         grid = own.carry_out(work, lambda job, seed: naming(job, shown.listener(job, seed)), shown.say)
     clock.tell(grid, own.times, own.quiet)
+    records_of(grid)  # damaged results go over to the failures
     tried = finished(jobs, grid, own.seeds, own.out)
     for complaint in grid.complaints():
         tell(f"ness: {complaint}")
@@ -70,7 +75,6 @@ def main(argv: list[str]) -> int:
         raise NessError("no setting of the grid could be trained to its end; see above, and change --over")
     chosen = choose(tried, own.least_bwt)
     sys.stdout.write(table(tried, chosen))
-    path = own.write or own.out / f"{own.benchmark}-{own.method}.toml"
     write(path, request, chosen)
     if not own.quiet:
         tell(f"the choice is in {path}; train with it: ness run --config {path}")

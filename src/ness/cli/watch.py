@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
+from ness.cli.arguments import understood
 from ness.cli.main import WrongUse
 from ness.errors import NessError, printable
 from ness.lab.runs.status import Standing, State, StatusMonitor, time_left
@@ -43,9 +44,7 @@ class WatchArguments:
 
 def main(argv: list[str]) -> int:
     """Looks once, or until everything is done."""
-    own = tyro.cli(
-        WatchArguments, args=argv, prog="ness watch", description=ABOUT, config=(tyro.conf.FlagCreatePairsOff,)
-    )
+    own = understood(WatchArguments, args=argv, prog="ness watch", description=ABOUT)
     if not 0 < own.every <= 86400:
         raise WrongUse(f"--every is {own.every:g}, expected seconds above 0, and no more than a day's")
     if not own.runs.is_dir():

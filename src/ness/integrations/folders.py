@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import json
 import os
 import secrets
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +19,9 @@ from torch import nn
 
 from ness._files import make_folder, reason, sync_folder
 from ness.errors import NessError
+
+if sys.platform != "win32":
+    import fcntl
 
 TASKS = {
     "CAUSAL_LM": "AutoModelForCausalLM",
@@ -58,12 +64,16 @@ def load_pair(base: str, tuned: str, dtype: torch.dtype | None = None, device: s
         dtype: of the weights; None: as they are stored.
         device: where to.
     """
+    for place in (base, tuned):
+        _check_ordinary(Path(place))
     if (Path(tuned) / "adapter_config.json").is_file():
         peft = partner("peft")
         config = _said(tuned, lambda: json.loads((Path(tuned) / "adapter_config.json").read_text(encoding="utf-8")))
-        if config.get("peft_type") != "LORA":
+        if not isinstance(config, dict) or not isinstance(config.get("peft_type"), str):
+            raise NessError(f"{tuned}: its adapter_config.json names no peft_type; expected an adapter's of PEFT")
+        if config["peft_type"] != "LORA":
             raise NessError(
-                f"{tuned}: a {config.get('peft_type')} adapter; expected LORA, or merge it and repair the model"
+                f"{tuned}: a {config['peft_type']:.60} adapter; expected LORA, or merge it and repair the model"
             )
         model, _ = _load(base, TASKS.get(str(config.get("task_type"))), dtype)
         adapted = _said(tuned, lambda: peft.PeftModel.from_pretrained(model, tuned))
@@ -75,6 +85,18 @@ def load_pair(base: str, tuned: str, dtype: torch.dtype | None = None, device: s
         raise NessError(f"{tuned} is a {type(after).__name__} and {base} a {type(before).__name__}; expected one kind")
     added = sorted({*info.get("missing_keys", ()), *(entry[0] for entry in info.get("mismatched_keys", ()))})
     return Loaded(after.to(device).eval(), before.to(device).eval(), False, tuple(added))
+
+
+def _check_ordinary(folder: Path) -> None:
+    """Refuses a folder with a pipe, a device or a link to nothing in the place of a file."""
+    try:
+        odd = [path for path in sorted(folder.iterdir()) if not (path.is_file() or path.is_dir())]
+    except (FileNotFoundError, NotADirectoryError):  # a name on the hub
+        return
+    except OSError as error:
+        raise NessError(f"{folder}: could not be read ({reason(error)})") from error
+    if odd:
+        raise NessError(f"{odd[0]}: found a pipe, a device or a link to nothing, expected an ordinary file")
 
 
 def _check_model_folder(path: str) -> None:
@@ -155,9 +177,12 @@ def write_model(model: nn.Module, tuned: str, out: Path, files: dict[str, str]) 
     check_out(out)
     out = out.absolute()
     temporary = out.parent / f".{out.name}.ness-{secrets.token_hex(8)}.tmp"
+    lock = -1
     try:
         make_folder(out.parent)
+        _remove_abandoned(out)
         temporary.mkdir()
+        lock = _locked(temporary)
         _take_over(Path(tuned), temporary)
         model.save_pretrained(temporary)  # type: ignore[operator]
         for name, text in files.items():
@@ -166,14 +191,46 @@ def write_model(model: nn.Module, tuned: str, out: Path, files: dict[str, str]) 
             if path.is_file():
                 with path.open("rb") as file:
                     os.fsync(file.fileno())
+            else:
+                sync_folder(path)
+        sync_folder(temporary)
         if out.is_dir():
             out.rmdir()
         temporary.rename(out)
         sync_folder(out.parent)
-    except OSError as error:
-        raise NessError(f"{out}: could not be written ({reason(error)}); nothing is left there") from error
+    except NessError:
+        raise
+    except Exception as error:  # the partner's too: safetensors has a family of its own for a full disk
+        raise NessError(f"{out}: could not be written ({reason(error):.400}); nothing is left there") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+        if lock >= 0:
+            os.close(lock)
+
+
+def _locked(folder: Path) -> int:
+    """The folder, open and locked as long as its writer lives; -1 where the system cannot."""
+    if sys.platform == "win32":
+        return -1
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(handle)
+        raise
+    except OSError:  # a file system without locks
+        os.close(handle)
+        return -1
+    return handle
+
+
+def _remove_abandoned(out: Path) -> None:
+    """Removes the temporary folders of writers to the same place that were killed."""
+    for path in out.parent.glob(f".{glob.escape(out.name)}.ness-{'[0-9a-f]' * 16}.tmp"):
+        with contextlib.suppress(OSError):  # its writer lives, or another one removes it
+            if not path.is_symlink() and (handle := _locked(path)) >= 0:
+                shutil.rmtree(path, ignore_errors=True)
+                os.close(handle)
 
 
 def _take_over(source: Path, target: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from ness import _sealed
 from ness.errors import NessError
 from ness.lab.language import methods, study
 from ness.lab.language.measure import loss_and_change
@@ -73,6 +74,33 @@ def test_every_row_and_seed_becomes_one_record_and_is_not_measured_again(materia
     assert [point["after"] for point in record["points"]] == ["", "wise"]
     assert record["base"]["test"]["other"][1] == 0  # the base is not away from itself
     assert record["points"][0]["test"]["other"][1] > record["points"][1]["test"]["other"][1] > 0
+
+
+def test_a_damaged_record_is_measured_again_and_said_and_every_flipped_bit_is_damage(material, tmp_path):
+    rows = plan(rows=plan().rows[:1], seeds=(1,))
+    (path,) = study.run(rows, "tiny", lambda: material, tmp_path)
+    whole = path.read_bytes()
+    content = bytearray(whole)
+    for at in range(8 * len(content)):
+        content[at // 8] ^= 1 << at % 8
+        try:
+            assert _sealed.unseal_json(bytes(content), "x") == _sealed.unseal_json(whole, "x"), at
+        except NessError:
+            pass
+        content[at // 8] ^= 1 << at % 8
+    path.write_bytes(whole.replace(b'"seed": 1', b'"seed": 7'))
+    said = []
+    study.run(rows, "tiny", lambda: material, tmp_path, said.append)
+    assert "damaged" in said[0]
+    assert "measured again" in said[0]
+    assert _sealed.read_json(path)["seed"] == 1
+
+
+def test_what_is_no_file_in_the_place_of_a_record_is_refused(material, tmp_path):
+    rows = plan(rows=plan().rows[:1], seeds=(1,))
+    (tmp_path / "tiny" / "full-seed1.json").mkdir(parents=True)
+    with pytest.raises(NessError, match="ordinary file"):
+        study.run(rows, "tiny", lambda: material, tmp_path)
 
 
 def test_a_method_leaves_the_base_as_it_was_and_trains_the_same_weights(material):

@@ -6,12 +6,11 @@ measured; a record that is there is not measured again.
 
 import dataclasses
 import importlib.metadata
-import json
+import inspect
 import math
 import platform
 import re
 import time
-import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ness import _files
+from ness import _sealed
 from ness._version import __version__
-from ness.errors import NessError
+from ness.errors import NessError, printable
 from ness.lab.language import methods, models, texts
 from ness.lab.language.measure import loss_and_change
 from ness.lab.language.models import LanguageModel
+from ness.lab.runs.settings import check_type, read_toml
+from ness.lab.training import seeds as training_seeds
 
 SCHEMA = 1
+LARGEST = 1 << 24  # of whole numbers in a plan
 _VALIDATION, _TEST = "valid", "test"
 
 
@@ -82,12 +84,9 @@ def read(path: Path) -> Plan:
     Raises:
         NessError: it cannot be read, or says something that is not known; the message names the place.
     """
-    try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise NessError(f"{path}: is not a readable TOML file ({_files.reason(error)})") from error
+    values = read_toml(path)
     rows = values.pop("row", [])
-    if not rows:
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise NessError(f"{path}: has no [[row]]; expected one for each method")
     known = {field.name for field in dataclasses.fields(Row)} - {"options"}
     made = []
@@ -95,19 +94,82 @@ def read(path: Path) -> Plan:
         missing = {"name", "method", "rate"} - row.keys()
         if missing:
             raise NessError(f"{path}: row {number} has no {', '.join(sorted(missing))}")
-        if row["method"] not in methods.METHODS:
+        if not isinstance(row["method"], str) or row["method"] not in methods.METHODS:
             raise NessError(
-                f"{path}: row {number}: no method is called {row['method']!r}; there are {', '.join(methods.METHODS)}"
+                f"{path}: row {number}: no method is called {row['method']!r:.60}; there are "
+                f"{', '.join(methods.METHODS)}"
             )
         own = {key: _tuple(value) for key, value in row.items() if key in known}
         own["rate"] = own["rate"] if isinstance(own["rate"], tuple) else (own["rate"],)
-        made.append(Row(**own, options={key: value for key, value in row.items() if key not in known}))
+        options = {key: value for key, value in row.items() if key not in known}
+        _check_row(own, options, row["method"], f"{path}: row {number}")
+        made.append(Row(**own, options=options))
+    slugs = [_slug(row.name) for row in made]
+    if twice := [row.name for row in made if slugs.count(_slug(row.name)) > 1]:
+        raise NessError(f"{path}: the rows {twice} would share their records; give each a name of its own")
     fields = {field.name for field in dataclasses.fields(Plan)} - {"rows"}
     if unknown := values.keys() - fields:
         raise NessError(f"{path}: unknown {', '.join(sorted(unknown))}; expected {', '.join(sorted(fields))} and row")
     if missing := {"title", "model", "domain", "general", "held_out", "seeds"} - values.keys():
         raise NessError(f"{path}: has no {', '.join(sorted(missing))}")
-    return Plan(rows=tuple(made), **{key: _tuple(value) for key, value in values.items()})
+    plan = Plan(rows=tuple(made), **{key: _tuple(value) for key, value in values.items()})
+    _check_plan(plan, str(path))
+    return plan
+
+
+def _check_plan(plan: Plan, where: str) -> None:
+    for name in ("title", "model", "domain", "general"):
+        check_type(name, getattr(plan, name), str, where)
+    held = plan.held_out
+    if not isinstance(held, tuple) or not held or not all(isinstance(one, str) for one in held):
+        raise NessError(f'{where}: held_out is {held!r:.60}, expected a list of texts, e.g. ["self"]')
+    if not isinstance(plan.seeds, tuple) or not all(type(seed) is int for seed in plan.seeds):
+        raise NessError(f"{where}: seeds is {plan.seeds!r:.60}, expected a list of whole numbers, e.g. [1, 2, 3]")
+    try:
+        training_seeds.checked(plan.seeds)
+    except NessError as error:
+        raise NessError(f"{where}: {error}") from error
+    for name, least in (
+        ("length", 2),
+        ("new", 1),
+        ("old", 1),
+        ("seen", 1),
+        ("measured", 1),
+        ("batch", 1),
+        ("steps", 1),
+    ):
+        value = getattr(plan, name)
+        if type(value) is not int or not least <= value <= LARGEST:
+            raise NessError(f"{where}: {name} is {value!r:.60}, expected a whole number from {least} to {LARGEST}")
+
+
+def _check_row(own: Mapping[str, Any], options: Mapping[str, Any], method: str, where: str) -> None:
+    if not isinstance(own["name"], str) or not _slug(own["name"]):
+        raise NessError(f"{where}: name is {own['name']!r:.60}, expected text with a letter or digit in it")
+    for name, most in (("rate", 1e6), ("wise", 1), ("repair", 1e30), ("repair_old", 1e30), ("repair_self", 1e30)):
+        found = own.get(name, ())
+        if not isinstance(found, tuple) or not all(_is_number(value, most) for value in found):
+            raise NessError(f"{where}: {name} is {found!r:.60}, expected a list of numbers from 0 to {most:g}")
+    both = own.get("both", ())
+    pairs = isinstance(both, tuple) and all(isinstance(pair, tuple) and len(pair) == 2 for pair in both)
+    if not pairs or not all(_is_number(a, 1e30) and _is_number(b, 1) for a, b in both):
+        raise NessError(f"{where}: both is {both!r:.60}, expected pairs of a strength and a share from 0 to 1")
+    if own.get("statistics", "given") not in ("given", "self"):
+        raise NessError(f"{where}: statistics is {own['statistics']!r:.60}, expected 'given' or 'self'")
+    expected = [
+        one for one in inspect.signature(methods.METHODS[method]).parameters.values() if one.default is not one.empty
+    ]
+    kinds = {one.name: type(one.default) for one in expected}
+    for name, value in options.items():
+        if name not in kinds:
+            raise NessError(f"{where}: {method} has no option {name!r:.60}; there are {', '.join(kinds) or 'none'}")
+        check_type(name, value, kinds[name], where)
+        if isinstance(value, int | float) and not _is_number(value, LARGEST):
+            raise NessError(f"{where}: {name} is {value!r:.60}, expected a number from 0 to {LARGEST}")
+
+
+def _is_number(value: Any, most: float) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 <= value <= most
 
 
 def _tuple(value: Any) -> Any:
@@ -198,14 +260,11 @@ def run(
     Raises:
         NessError: a row of that name is not in the plan, or a package is missing.
     """
-    known = [row.name for row in plan.rows]
-    if unknown := [one for one in only if one not in known]:
-        raise NessError(f"no row is called {', '.join(unknown)}; there are {'; '.join(known)}")
-    rows = [row for row in plan.rows if not only or row.name in only]
+    rows = rows_of(plan, only)
     wanted = [
         (seed, row, out / name / f"{_slug(row.name)}-seed{seed}.json") for seed in seeds or plan.seeds for row in rows
     ]
-    todo = [one for one in wanted if not one[2].exists()]
+    todo = [one for one in wanted if not _is_there(one[2], report)]
     if todo:
         given = material()
         base = measured(given, given.language.model)
@@ -225,9 +284,32 @@ def run(
                 "seconds": round(time.perf_counter() - began, 1),
                 "environment": _environment(given.new.device),
             }
-            _files.write_bytes(path, (json.dumps(record, indent=1, allow_nan=False) + "\n").encode())
+            _sealed.write_json(path, record, "make room or rights and start again: what is measured is not repeated")
             report(f"{row.name}, seed {seed}: {len(points)} points in {record['seconds']:.0f} s")
     return [path for _, _, path in wanted]
+
+
+def rows_of(plan: Plan, names: Sequence[str]) -> list[Row]:
+    """The rows of these names, in the plan's order; () is all."""
+    known = [row.name for row in plan.rows]
+    if unknown := [one for one in names if one not in known]:
+        raise NessError(f"no row is called {', '.join(unknown)}; there are {'; '.join(known)}")
+    return [row for row in plan.rows if not names or row.name in names]
+
+
+def _is_there(path: Path, report: Report) -> bool:
+    """Whether a row has its record; a damaged one is measured again."""
+    try:
+        return _sealed.read_json(path).get("schema") == SCHEMA
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise NessError(f"{path}: a link to nothing; remove it") from None
+        return False
+    except NessError as error:
+        if not path.is_file():
+            raise
+        report(f"{printable(str(error))}; this row is measured again")
+        return False
 
 
 def measured(material: Material, model: torch.nn.Module, test: bool = True) -> dict[str, dict[str, list[float]]]:
