@@ -21,7 +21,7 @@ from ness.cli.main import Parser, WrongUse
 from ness.cli.repair_data import ImageBatches, TextBatches, image_files, texts_of
 from ness.errors import NessError, NessWarning, printable
 from ness.integrations.folders import Loaded, check_out, load_image_processor, load_pair, load_tokenizer, write_model
-from ness.repairing.grams import parse_memory
+from ness.repairing.options import parse_memory
 from ness.repairing.repair import repair
 from ness.repairing.report import Repair
 

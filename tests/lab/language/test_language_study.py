@@ -1,5 +1,6 @@
 """A study on a tiny model: what it measures, what it writes, and what it refuses."""
 
+import contextlib
 import dataclasses
 import json
 import types
@@ -83,10 +84,8 @@ def test_a_damaged_record_is_measured_again_and_said_and_every_flipped_bit_is_da
     content = bytearray(whole)
     for at in range(8 * len(content)):
         content[at // 8] ^= 1 << at % 8
-        try:
+        with contextlib.suppress(NessError):
             assert _sealed.unseal_json(bytes(content), "x") == _sealed.unseal_json(whole, "x"), at
-        except NessError:
-            pass
         content[at // 8] ^= 1 << at % 8
     path.write_bytes(whole.replace(b'"seed": 1', b'"seed": 7'))
     said = []
@@ -148,7 +147,7 @@ def test_loss_and_change_against_their_definition(material):
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("x = [", "not a readable TOML"),
+        ("x = [", "is not TOML"),
         ('title = "x"', "no \\[\\[row\\]\\]"),
         ('[[row]]\nname = "a"\nrate = 1', "row 1 has no method"),
         ('[[row]]\nname = "a"\nmethod = "ful"\nrate = 1', "no method is called 'ful'"),
