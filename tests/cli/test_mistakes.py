@@ -85,7 +85,8 @@ ROW = '[[row]]\nname = "r"\nmethod = "lora"\nrate = 0.1\n'
 STUDIES = [
     STUDY, STUDY + "row = 3", STUDY + "row = [3]", STUDY + ROW.replace('"r"', "1"), STUDY + ROW.replace('"lora"', "[]"),
     STUDY + ROW.replace("0.1", '"x"'), STUDY + ROW.replace("0.1", "nan"), STUDY + ROW + "wise = [2]",
-    STUDY + ROW + "both = [[1]]", STUDY + ROW + 'statistics = "x"', STUDY + ROW + "rank = 'x'", STUDY + ROW + "nope = 1",
+    STUDY + ROW + "both = [[1]]", STUDY + ROW + 'statistics = "x"', STUDY + ROW + "rank = 'x'",
+    STUDY + ROW + "nope = 1",
     STUDY + ROW + "rank = -1", STUDY + ROW + ROW, STUDY.replace("[1]", "[-1]") + ROW, STUDY.replace("[1]", "3") + ROW,
     STUDY.replace('["self"]', "1") + ROW, "steps = 0\n" + STUDY + ROW, "length = 1e999\n" + STUDY + ROW,
     "batch = " + "9" * 5000, "steps = " + "[" * 5000, "\ud800", STUDY.replace('"t"', "5") + ROW,
