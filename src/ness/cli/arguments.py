@@ -110,7 +110,7 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
         default = overridden(kind, base, config, f"--config {peek(argv, 'config')}")
     except NessError as error:
         raise WrongUse(str(error)) from error
-    parsed = understood(
+    parsed: Any = understood(
         _with_help(kind),
         args=list(argv),
         prog=prog,
@@ -144,7 +144,8 @@ def understood(kind: type[T], args: Sequence[str], prog: str, **options: Any) ->
     said = io.StringIO()
     try:
         with contextlib.redirect_stderr(said):
-            return tyro.cli(kind, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,), **options)
+            found: T = tyro.cli(kind, args=list(args), prog=prog, config=(tyro.conf.FlagCreatePairsOff,), **options)
+            return found
     except SystemExit as stop:
         if not stop.code:  # --help
             raise
