@@ -55,7 +55,7 @@ def test_everything_is_on_the_page_without_the_script() -> None:
     svgs = [attributes.get("class") for tag, attributes in elements.found if tag == "svg"]
     assert svgs.count("heat") == 4
     assert svgs.count("chart scatter") == 2
-    assert svgs.count("chart lines") == 3 + 2  # courses; free directions and drift
+    assert svgs.count("chart lines") == 3 + 2 + 2  # courses; free directions and drift; all methods of a benchmark
     assert sum(tag == "table" for tag, _ in elements.found) == 4  # two benchmarks, a certificate, what was left out
     plain = " ".join(elements.text)
     for expected in ("74.25 ± 0.35", "−11.50 ± 0.71", "71.63 ± 0.67", "broken", "damaged", "fc", "85.00"):

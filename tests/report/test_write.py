@@ -19,7 +19,14 @@ def test_tables_and_figures(tmp_path: Path) -> None:
     stem, ness = "digits-finetune-d-finetune", "digits-ness-d-ness"
     assert written[:4] == ["report.html", *names("table", "md csv tex")]
     tables = ["times-digits", f"accuracy-{stem}", f"accuracy-{ness}", f"certificate-{ness}"]
-    figures = ["acc-bwt-digits", "compare-digits", "times-digits", f"accuracy-{stem}", f"course-{stem}"]
+    figures = [
+        "acc-bwt-digits",
+        "average-digits",
+        "compare-digits",
+        "times-digits",
+        f"accuracy-{stem}",
+        f"course-{stem}",
+    ]
     figures += [f"accuracy-{ness}", f"course-{ness}", f"certificate-{ness}"]
     figures += [f"runs/accuracy-{stem}-seed1", f"runs/accuracy-{stem}-seed2", f"runs/accuracy-{ness}-seed1"]
     expected = [name for table in tables for name in names(f"tables/{table}", "md csv tex")]

@@ -9,19 +9,17 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 from xml.etree import ElementTree
 
+from ness._files import write_bytes
 from ness.errors import NessError
 from ness.lab.runs.experiment import Experiment
 from ness.lab.runs.settings import nearest
 from ness.report.accuracy_maps import Map, Maps, maps
 from ness.report.number_format import number
+from ness.report.pictures import drawing, heat, kept
 from ness.report.records import Record
 from ness.report.storage_cost import Keeping, Point, keeping
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure  # loaded where something is drawn
 
 FOLDER = Path("docs/pictures")
 DESCRIPTION = "{http://purl.org/dc/elements/1.1/}description"
@@ -34,7 +32,7 @@ class Picture:
     name: str
     data: str  # JSON
     words: str
-    draw: "Callable[[], Figure] | None"
+    draw: Callable[[], drawing.Picture] | None
 
     @property
     def file(self) -> Path:
@@ -59,10 +57,9 @@ def renew(found: Picture, root: Path) -> bool:
     if found.draw is None:
         path.unlink()
         return True
-    from ness.report.figures.canvas import save_svg
-
     path.parent.mkdir(parents=True, exist_ok=True)
-    save_svg(found.draw(), path, found.data)
+    whole = drawing.svg(found.draw(), file=True, description=found.data)
+    write_bytes(path, str(whole).encode(), "choose another place for the documents")
     return True
 
 
@@ -81,10 +78,8 @@ def _kept(name: str, experiment: Experiment, words: Sequence[str], records: Sequ
         raise NessError(f"{where}: picture {name} takes a plan alone, found {' '.join(words)} behind it")
     found = keeping(experiment, records, where)
 
-    def draw() -> "Figure":
-        from ness.report.figures import kept
-
-        return kept.figure(found)
+    def draw() -> drawing.Picture:
+        return kept.picture(found)
 
     said = f"{found.title}: ACC against what a task keeps, as a share of the shared weights. "
     said += "; ".join(map(_said_of_point, found.points))
@@ -102,14 +97,14 @@ def _heat_maps(
 ) -> Picture:
     found = maps(experiment, words, records, where)
 
-    def draw() -> "Figure":
-        from ness.report.figures import heat
-
+    def draw() -> drawing.Picture:
         titles = [
-            f"{one.name}{_missing(one)}\nACC {one.acc}{f', BWT {one.bwt}' if one.bwt else ''}" for one in found.maps
+            (f"{one.name}{_missing(one)}", f"ACC {one.acc}{f', BWT {one.bwt}' if one.bwt else ''}")
+            for one in found.maps
         ]
-        seeds = max(one.asked for one in found.maps)
-        title = f"{found.title}: test accuracy (%), mean of {seeds} seed{'s' if seeds > 1 else ''}"
+        few, many = min(one.seeds for one in found.maps), max(one.seeds for one in found.maps)
+        over = f"{few} seed{'s' if few > 1 else ''}" if few == many else f"{few} to {many} seeds"
+        title = f"{found.title}: test accuracy (%), mean of {over}"
         return heat.in_a_row([one.accuracy for one in found.maps], titles, title)
 
     said = f"{found.title}: the accuracy of every task after every task. "

@@ -7,7 +7,7 @@ from typing import Any
 from markupsafe import Markup
 
 from ness.report.groups import Setting
-from ness.report.shade import STEPS
+from ness.report.pictures.palette import STEPS
 
 _ESCAPES = {ord("<"): "\\u003c", ord(">"): "\\u003e", ord("&"): "\\u0026", 0x2028: "\\u2028", 0x2029: "\\u2029"}
 

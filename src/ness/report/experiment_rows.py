@@ -76,6 +76,6 @@ def not_run(job: Job) -> Row:
         forward=None,
         seconds=None,
         memory=None,
-        paper=number_for(job.method.name, job.benchmark.name, job.as_dict()),
+        paper=number_for(job.method.name, job.benchmark.name, job.as_dict(), job.label),
         name=job.name,
     )

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from ness.report.groups import CEILINGS
 from ness.report.highlight import Mark, Marks, marks
 from ness.report.number_format import duration, number, printed
-from ness.report.paper import PaperNumber, Printed
 from ness.report.table import Measured, Row
 
 PLAIN = Mark()
@@ -30,6 +29,7 @@ class Column:
     hint: str
     cell: Callable[[Row, Marks], Cell]
     numeric: bool = True
+    wide: bool = False  # left out on a phone
 
 
 @dataclass(frozen=True)
@@ -55,32 +55,29 @@ def listing(rows: Sequence[Row], labels: Sequence[str]) -> Listing:
 
 
 def _columns(names: dict[int, str], notes: Sequence[str]) -> list[Column]:
-    def paper(of: Callable[[PaperNumber], Printed], signed: bool) -> Callable[[Row, Marks], Cell]:
-        def cell(row: Row, mark: Marks) -> Cell:
-            if row.paper is None:
-                return Cell("")
-            note = str(notes.index(row.paper.note) + 1) if row.paper.note else ""
-            return Cell(printed(of(row.paper), signed).replace("-", "−"), of(row.paper)[0], PLAIN, note)
-
-        return cell
+    def paper(row: Row, mark: Marks) -> Cell:
+        if row.paper is None:
+            return Cell("")
+        note = str(notes.index(row.paper.note) + 1) if row.paper.note else ""
+        shown = f"{printed(row.paper.acc)} / {printed(row.paper.bwt, True)}".replace("-", "−")
+        return Cell(shown, row.paper.acc[0], PLAIN, note)
 
     return [
         Column("Method", "", lambda row, mark: Cell(names[id(row)], names[id(row)].lower()), False),
-        Column("Seeds", "runs that differ in the seed alone", lambda row, mark: _seeds(row)),
+        Column("Seeds", "runs that differ in the seed alone", lambda row, mark: _seeds(row), wide=True),
         Column("ACC %", "mean accuracy over all tasks at the end", lambda row, mark: _measured(row.acc, mark=mark.acc)),
-        Column("paper's ACC", "as the paper prints it", paper(lambda number: number.acc, False)),
         Column(
             "BWT %", "change of earlier tasks since they were learnt",
             lambda row, mark: _measured(row.bwt, True, mark.bwt),
         ),
-        Column("paper's BWT", "as the paper prints it", paper(lambda number: number.bwt, True)),
-        Column("learnt %", "mean accuracy of each task just after it", lambda row, mark: _measured(row.learning)),
-        Column("forgetting", "from the best a task ever was", lambda row, mark: _measured(row.forgetting)),
+        Column("paper: ACC / BWT", "as the paper prints them", paper, wide=True),
+        Column("learnt %", "mean accuracy of tasks once learnt", lambda row, mark: _measured(row.learning), wide=True),
+        Column("forgetting", "from the best a task ever was", lambda row, mark: _measured(row.forgetting), wide=True),
         Column(
             "forward", "learnt, less the accuracy of each task trained alone",
-            lambda row, mark: _measured(row.forward, True),
+            lambda row, mark: _measured(row.forward, True), wide=True,
         ),
-        Column("time", "of a run", lambda row, mark: _time(row)),
+        Column("time", "of a run, and the device that it is of", lambda row, mark: _time(row), wide=True),
     ]  # fmt: skip
 
 
@@ -89,14 +86,14 @@ def _measured(value: Measured, signed: bool = False, mark: Mark = PLAIN) -> Cell
 
 
 def _seeds(row: Row) -> Cell:
-    shown = " ".join(map(str, row.seeds))
-    return Cell(shown if len(shown) <= 16 else f"{len(row.seeds)} seeds", len(row.seeds))
+    return Cell(str(len(row.seeds)), len(row.seeds))
 
 
 def _time(row: Row) -> Cell:
-    return Cell(
-        "" if row.seconds is None else duration(row.seconds[0]), None if row.seconds is None else row.seconds[0]
-    )
+    if row.seconds is None:
+        return Cell("")
+    where = f", {row.device}" if row.device else ""
+    return Cell(f"{duration(row.seconds[0])}{where}", row.seconds[0])
 
 
 def _mean(value: Measured) -> float:

@@ -1,10 +1,11 @@
 """The report as one self-contained page: what it shows of each benchmark, and how it becomes HTML."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from markupsafe import Markup
 
 import ness
 from ness.lab.runs.metrics import average_accuracy
@@ -15,9 +16,10 @@ from ness.report.groups import Setting
 from ness.report.listing import Listing, listing
 from ness.report.number_format import number, short
 from ness.report.pictures import heat, lines, scatter, times
+from ness.report.pictures.drawing import SIGNS, Picture
+from ness.report.pictures.palette import COLOURS, STEPS, css, looks
 from ness.report.pictures.scale import Scale
 from ness.report.records import with_forward_transfer
-from ness.report.shade import DARK, LIGHT, STEPS
 from ness.report.summary import Summary, summary
 from ness.report.table import Row, row
 
@@ -32,8 +34,8 @@ class Map:
 
     label: str
     scores: str
-    heat: heat.HeatPicture
-    course: lines.LinesPicture | None
+    heat: Picture
+    course: Picture | None
 
 
 @dataclass(frozen=True)
@@ -46,8 +48,8 @@ class Kept:
     bound: str  # which bound that is held against
     worst: float  # the largest share of its bound that a measured drift takes
     relative: float  # the largest share of a layer's own output
-    free: lines.LinesPicture | None
-    drift: lines.LinesPicture | None
+    free: Picture | None
+    drift: Picture | None
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,10 @@ class Section:
     runs: int
     summary: Summary
     listing: Listing
-    scatter: scatter.ScatterPicture | None
-    times: times.TimesPicture | None
+    scatter: Picture | None
+    averages: Picture | None
+    times: tuple[tuple[str, Picture], ...]  # (device, its bars)
+    recipes: tuple[str, ...]  # what the letters in the names stand for
     maps: tuple[Map, ...]
     kept: tuple[Kept, ...]
 
@@ -75,13 +79,15 @@ def page(found: Found) -> str:
         undefined=StrictUndefined,
     )  # fmt: skip
     environment.filters["short"] = short
+    environment.filters["capitalize_first"] = lambda text: text[:1].upper() + text[1:]
     return environment.get_template("page.html").render(
         sections=sections(settings, labels),
         full=is_small(settings),
         problems=found.problems,
         runs=len(found.records),
         data=embedded.embedded(embedded.runs(settings, labels)),
-        palettes=(LIGHT, DARK),
+        styles=Markup(css()),
+        colours=COLOURS,
         steps=STEPS,
         version=ness.__version__,
         environments=environments(found),
@@ -110,6 +116,7 @@ def sections(settings: Sequence[Setting], labels: Sequence[str]) -> list[Section
         chosen.sort(key=lambda i: (settings[i].is_ceiling, -average_accuracy(settings[i].accuracy)))
         mine, called = [settings[i] for i in chosen], [labels[i] for i in chosen]
         table = [row(setting) for setting in mine]
+        drawn_as = looks([setting.first.method for setting in mine], SIGNS)
         axis = lines.axis_of([setting.accuracy for setting in mine])
         pairs = zip(called, (every[i] for i in chosen), strict=True)
         maps = [
@@ -123,13 +130,35 @@ def sections(settings: Sequence[Setting], labels: Sequence[str]) -> list[Section
             runs=sum(len(setting.records) for setting in mine),
             summary=summary(table, called),
             listing=listing(table, called),
-            scatter=scatter.picture(table, called),
-            times=times.picture([detail_tables.task_seconds(setting) for setting in mine], called),
+            scatter=scatter.picture(table, called, drawn_as, groups.recipes(mine)),
+            averages=averages(mine, called, drawn_as),
+            times=tuple(bars(mine, called)),
+            recipes=tuple(groups.recipes(mine)),
             maps=tuple(maps),
             kept=tuple(_kept(label, promises, drawn) for label, promises in pairs if promises),
         )
         out.append(section)
     return out
+
+
+def averages(found: Sequence[Setting], labels: Sequence[str], looks: Sequence[tuple[str, str]]) -> Picture | None:
+    """Mean accuracy over the tasks so far of all that learn task after task; the best where there are too many."""
+    every = zip(found, labels, looks, strict=True)
+    learners = [(one, label, look) for one, label, look in every if len(one.accuracy) > 1 and not one.is_ceiling]
+    if not learners:
+        return None
+    settings, names, drawn_as = zip(*learners[:COURSES], strict=True)
+    label = f"Mean accuracy over the tasks seen so far, {len(names)} settings on {settings[0].first.benchmark}"
+    return lines.averages([one.accuracy for one in settings], names, drawn_as, label, groups.recipes(found))
+
+
+def bars(found: Sequence[Setting], labels: Sequence[str]) -> Iterator[tuple[str, Picture]]:
+    """(device, times): never two devices in one picture."""
+    for device in dict.fromkeys(one.device for one in found):
+        mine = [(one, label) for one, label in zip(found, labels, strict=True) if one.device == device]
+        seconds = [detail_tables.task_seconds(one) for one, _ in mine]
+        if (drawn := times.picture(seconds, [label for _, label in mine], device)) is not None:
+            yield device, drawn
 
 
 def _map(setting: Setting, line: Row, label: str, runs: Sequence[int], axis: Scale | None, values: bool) -> Map:

@@ -1,6 +1,5 @@
 """The table of a set of runs: one row a setting, mean ± sample deviation over seeds, the paper's number beside it."""
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,6 +28,7 @@ class Row:
     seconds: Measured
     memory: int | None  # bytes, the largest of the seeds
     paper: PaperNumber | None = None
+    device: str = ""  # what the seconds are of
     name: str = ""  # what a plan calls it
 
     @property
@@ -38,16 +38,17 @@ class Row:
 
 
 def rows(records: Iterable[Record]) -> list[Row]:
-    """One row for each setting, in the order of their first record; those that read alike carry their digest."""
+    """One row for each setting, in the order of their first record; those that read alike say what differs."""
     found = groups.settings(with_forward_transfer(records))
     made = [row(setting) for setting in found]
-    alike = Counter((one.benchmark, one.method, one.setting) for one in made)
-    return [
-        one
-        if alike[one.benchmark, one.method, one.setting] == 1
-        else replace(one, setting=f"{one.setting} {setting.first.digest}")
-        for one, setting in zip(made, found, strict=True)
-    ]
+    places: dict[tuple[str, str, str], list[int]] = {}
+    for n, one in enumerate(made):
+        places.setdefault((one.benchmark, one.method, one.setting), []).append(n)
+    for alike in places.values():
+        if len(alike) > 1:
+            for n, words in zip(alike, groups.differences([found[n].first for n in alike]), strict=True):
+                made[n] = replace(made[n], setting=f"{made[n].setting} {words}")
+    return made
 
 
 def row(setting: Setting) -> Row:
@@ -66,7 +67,8 @@ def row(setting: Setting) -> Row:
         forward=_measured([record.scores.forward for record in runs]),
         seconds=_measured([record.seconds for record in runs]),
         memory=max(memory) if memory else None,
-        paper=number_for(first.method, first.benchmark, first.settings),
+        device=setting.device,
+        paper=number_for(first.method, first.benchmark, first.settings, first.setting),
     )
 
 

@@ -9,9 +9,9 @@ from ness.report import detail_tables, draw, formats, groups
 from ness.report.collect import Found
 from ness.report.detail_tables import Sheet
 from ness.report.draw import Drawing
-from ness.report.figures.canvas import save
 from ness.report.groups import Setting
 from ness.report.page import page
+from ness.report.pictures.export import save
 from ness.report.table import rows
 
 TABLES = {"table.md": "markdown", "table.csv": "csv", "table.tex": "latex"}

@@ -1,8 +1,10 @@
 """An axis: from values to places, and the round numbers to write along it."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+FAR = 3.0  # points are far off if an axis is so many times longer with them
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,30 @@ class Scale:
         return [round(number * step, 10) for number in range(first, math.floor(self.high / step + 1e-9) + 1)]
 
 
+@dataclass(frozen=True)
+class Bent(Scale):
+    """A linear axis whose lower part, below `bend`, is drawn smaller: for what lies far off."""
+
+    bend: float = 0.0
+    place: float = 0.0  # of the bend
+
+    def __call__(self, value: float) -> float:
+        """The place of a value, to a tenth."""
+        upper = value >= self.bend
+        part = (
+            Scale(self.bend, self.high, self.place, self.end)
+            if upper
+            else Scale(self.low, self.bend, self.start, self.place)
+        )
+        return part(value)
+
+    def ticks(self, count: int = 5) -> list[float]:
+        """Round numbers of both parts."""
+        upper = Scale(self.bend, self.high, self.place, self.end).ticks(count)
+        lower = Scale(self.low, self.bend, self.start, self.place).ticks(2)
+        return [value for value in lower if abs(self(value) - self.place) > 12] + upper
+
+
 def round_step(least: float) -> float:
     """The smallest of 1, 2, 5 times a power of ten that is at least this.
 
@@ -58,3 +84,21 @@ def powers_around(values: Iterable[float], start: float, end: float) -> Scale:
     known = list(values)
     low, high = math.floor(math.log10(min(known))), math.ceil(math.log10(max(known)))
     return Scale(10.0**low, 10.0 ** max(high, low + 1), start, end, log=True)
+
+
+def far_off(places: Sequence[tuple[float, float]]) -> set[int]:
+    """The points, at most a third, without which an axis would be a third as long or shorter.
+
+    >>> far_off([(-45.0, 40.0), (-1.0, 70.0), (0.0, 72.0), (0.5, 71.0)])
+    {0}
+    """
+    out: set[int] = set()
+    for axis in (0, 1):
+        order = sorted((i for i in range(len(places)) if i not in out), key=lambda i: places[i][axis])
+        span = places[order[-1]][axis] - places[order[0]][axis] if order else 0.0
+        for count in range(1, len(places) // 3 - len(out) + 1):
+            rest = places[order[-1]][axis] - places[order[count]][axis]
+            if span >= FAR * max(rest, 1.0):
+                out |= set(order[:count])
+                break
+    return out

@@ -95,10 +95,10 @@
     const last = matrix[matrix.length - 1], acc = last.reduce((sum, value) => sum + value, 0) / last.length;
     const bwt = once ? null : last.slice(0, -1).reduce((sum, value, i) => sum + value - matrix[i][i], 0) / (count - 1);
     let out = "", corners = "";
-    for (let i = 0; i < count; i++) out += `<text x="${LEFT + (i + .5) * unit}" y="12" style="text-anchor:middle">${i + 1}</text>`;
+    for (let i = 0; i < count; i++) out += `<text x="${LEFT + (i + .5) * unit}" y="12" class="axis" text-anchor="middle">${i + 1}</text>`;
     matrix.forEach((row, t) => {
       const y = TOP + t * unit;
-      out += `<text x="20" y="${y + unit / 2 + 4}" style="text-anchor:end">${once ? count : t + 1}</text>`;
+      out += `<text x="20" y="${y + unit / 2 + 4}" class="axis" text-anchor="end">${once ? count : t + 1}</text>`;
       row.forEach((value, i) => {
         const x = LEFT + i * unit, kind = once || t === i ? "d" : shade(value - matrix[i][i]);
         out += `<rect class="f${kind}" x="${x}" y="${y}" width="${unit - 1}" height="${unit - 1}"/><g class="t${kind}"><text x="${x + unit / 2 - .5}" y="${y + unit / 2 + 3.5}">${value.toFixed(digits)}</text></g>`;

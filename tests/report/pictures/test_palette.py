@@ -1,6 +1,6 @@
 import pytest
 
-from ness.report.shade import DARK, LIGHT, shades
+from ness.report.pictures.palette import DARK, LIGHT, shades
 
 
 def test_blue_when_learnt_green_gained_red_lost() -> None:

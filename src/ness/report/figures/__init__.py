@@ -1,1 +1,0 @@
-"""Figures that go into papers, drawn with matplotlib: one file a kind."""
