@@ -156,7 +156,7 @@ def test_an_interrupt_at_any_line_leaves_all_as_before_or_as_after(name: str) ->
     assert before > 100
 
 
-@pytest.mark.parametrize("name", ["constrain", "merge", "discard", "use"])
+@pytest.mark.parametrize("name", VERBS)
 def test_ctrl_c_at_any_line_leaves_all_as_before_or_as_after(name: str) -> None:
     """The signal itself; over the few lines that change the model it is held back, and comes then."""
     make, verb, then = VERBS[name]
@@ -287,6 +287,17 @@ def test_a_progress_callback_that_raises_leaves_all_as_before() -> None:
             raise Fails
 
     untouched(observed(), lambda g: g.constrain(progress=fails), Fails)
+
+
+def test_a_constrain_that_breaks_off_leaves_torch_its_number_of_threads() -> None:
+    before = torch.get_num_threads()
+
+    def fails(*_: Any) -> None:
+        torch.set_num_threads(before + 1)
+        raise Fails
+
+    untouched(observed(), lambda g: g.constrain(progress=fails), Fails)
+    assert torch.get_num_threads() == before
 
 
 def test_a_progress_callback_of_observe_hears_of_every_batch_and_may_stop_it() -> None:

@@ -184,13 +184,15 @@ class Switches:
     """What torch keeps for the thread or the process, as it is: an interrupt can pass over a `with` that turned it."""
 
     def __init__(self) -> None:
-        self.grad = torch.is_grad_enabled()
+        self.grad, self.threads = torch.is_grad_enabled(), torch.get_num_threads()
         self.products, self.convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
         self.autocast = {kind: torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")}
 
     def restore(self) -> None:
         """All as it was."""
         torch.set_grad_enabled(self.grad)
+        if torch.get_num_threads() != self.threads:
+            torch.set_num_threads(self.threads)
         if torch.get_float32_matmul_precision() != self.products:
             torch.set_float32_matmul_precision(self.products)
         if torch.backends.cudnn.allow_tf32 != self.convolutions:
