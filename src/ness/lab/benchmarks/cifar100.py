@@ -1,6 +1,7 @@
 """Split CIFAR-100: ten tasks of ten classes in their natural order, 4750 / 250 / 1000 images each."""
 
 from dataclasses import dataclass, field
+from typing import Literal
 
 import numpy as np
 
@@ -15,10 +16,13 @@ TASKS, CLASSES, VALID = 10, 10, 0.05
 
 @dataclass(frozen=True)
 class Options:
-    """How CIFAR-100 is cut."""
+    """How CIFAR-100 is cut, and what learns it."""
 
     split_seed: int | None = field(
         default=None, metadata={"help": "draws the validation images; none: the run's seed (SGP's code: always 0)"}
+    )
+    network: Literal["alexnet", "alexnet-quarter"] = field(
+        default="alexnet", metadata={"help": "which network learns; the narrow one for an evening on a CPU"}
     )
 
 
@@ -45,7 +49,8 @@ def load_stream(request: Request) -> Stream:
     options = request.options or Options()
     loaded = fetched(request, CATALOGUE["cifar100"])
     seed = request.seed if options.split_seed is None else options.split_seed
-    return Stream("cifar100", tasks(loaded.arrays, seed), {"cifar100": loaded.note, "split_seed": str(seed)})
+    notes = {"cifar100": loaded.note, "split_seed": str(seed), "network": options.network}
+    return Stream("cifar100", tasks(loaded.arrays, seed), notes)
 
 
 _SETTINGS = {"epochs": 200, "patience": 6, "lr_factor": 2.0, "lr_min": 1e-5}

@@ -1,6 +1,7 @@
 """The AlexNet variant of the GPM lineage for 32×32 images: three convolutions, two wide layers."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from torch import Tensor, nn
 
@@ -41,7 +42,10 @@ class WideBlock(nn.Module):
 
 
 class AlexNet(Network):
-    """Maps 32 → 14 → 6 → 2, then 1024 → 2048 → 2048; 6 713 216 parameters with ten heads of ten classes."""
+    """Maps 32 → 14 → 6 → 2, then 1024 → 2048 → 2048; 6 713 216 parameters with ten heads of ten classes.
+
+    With `share` below 1 every layer has that share of these maps and units.
+    """
 
     wires = (
         Wire("conv1.conv", "conv1", None, "conv1.norm"),
@@ -51,22 +55,26 @@ class AlexNet(Network):
         Wire("fc2.linear", "fc2", "fc1", "fc2.norm"),
     )
 
-    def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms) -> None:
+    def __init__(self, shape: tuple[int, ...], classes: Sequence[int], norms: Norms, share: float = 1.0) -> None:
         super().__init__()
+        maps, wide = [round(share * width) for width in (64, 128, 256)], round(share * 2048)
         side = shape[1]
         for kernel in (4, 3, 2):
             side = (side - kernel + 1) // 2
-        self.conv1 = ConvBlock(shape[0], 64, 4, 0.2, norms)
-        self.conv2 = ConvBlock(64, 128, 3, 0.2, norms)
-        self.conv3 = ConvBlock(128, 256, 2, 0.5, norms)
-        self.fc1 = WideBlock(256 * side * side, 2048, 0.5, norms)
-        self.fc2 = WideBlock(2048, 2048, 0.5, norms)
-        self.heads = heads(2048, classes)
+        self.conv1 = ConvBlock(shape[0], maps[0], 4, 0.2, norms)
+        self.conv2 = ConvBlock(maps[0], maps[1], 3, 0.2, norms)
+        self.conv3 = ConvBlock(maps[1], maps[2], 2, 0.5, norms)
+        self.fc1 = WideBlock(maps[2] * side * side, wide, 0.5, norms)
+        self.fc2 = WideBlock(wide, wide, 0.5, norms)
+        self.heads = heads(wide, classes)
 
     def features(self, x: Tensor) -> Tensor:
-        """(n, 2048)."""
+        """(n, 2048), or that share of it."""
         out: Tensor = self.fc2(self.fc1(self.conv3(self.conv2(self.conv1(x))).flatten(1)))
         return out
 
 
-NETWORKS = (NetworkSpec("alexnet", "AlexNet variant of the GPM lineage, 32×32", AlexNet),)
+NETWORKS = (
+    NetworkSpec("alexnet", "AlexNet variant of the GPM lineage, 32×32", AlexNet),
+    NetworkSpec("alexnet-quarter", "The same with a quarter of its maps and units", partial(AlexNet, share=0.25)),
+)

@@ -86,9 +86,11 @@ def draws_validation(settings: Mapping[str, Any]) -> bool:
 def identifying_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     """The settings that tell runs apart: without an order of validation that nothing depends on, or that never changes.
 
-    Runs were recorded before there was a choice, in one order for all epochs: they keep their names.
+    Runs were recorded before there was a choice of it, or of a network: they keep their names.
     """
-    return {name: value for name, value in settings.items() if name != "valid_order" or draws_validation(settings)}
+    idle = [] if draws_validation(settings) else ["valid_order"]
+    idle += ["network"] if settings.get("network") == "alexnet" else []
+    return {name: value for name, value in settings.items() if name not in idle}
 
 
 def compose(name: str, *parts: type, shared: bool = False) -> type:
