@@ -21,7 +21,7 @@ class Options:
     split_seed: int | None = field(
         default=None, metadata={"help": "draws the validation images; none: the run's seed (SGP's code: always 0)"}
     )
-    network: Literal["alexnet", "alexnet-quarter"] = field(
+    network: Literal["alexnet", "alexnet-eighth"] = field(
         default="alexnet", metadata={"help": "which network learns; the narrow one for an evening on a CPU"}
     )
 

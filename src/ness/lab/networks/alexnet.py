@@ -76,5 +76,5 @@ class AlexNet(Network):
 
 NETWORKS = (
     NetworkSpec("alexnet", "AlexNet variant of the GPM lineage, 32×32", AlexNet),
-    NetworkSpec("alexnet-quarter", "The same with a quarter of its maps and units", partial(AlexNet, share=0.25)),
+    NetworkSpec("alexnet-eighth", "The same with an eighth of its maps and units", partial(AlexNet, share=0.125)),
 )
