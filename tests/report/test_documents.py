@@ -111,6 +111,17 @@ def test_a_block_may_leave_out_what_is_not_run_to_its_end(root: Path) -> None:
     assert "| plain |" not in of(root, text, runs[0])
 
 
+def test_a_block_may_show_the_rows_as_they_are_run_fast(root: Path) -> None:
+    digest = read(root / "plan.toml", True).jobs[1].digest
+    quick = record(**result("finetune", 1, benchmark="cifar100", digest=digest, fast=True))
+    plainly, fast = (of(root, f"<!-- rows: plan.toml{word} acc command -->\n{END}\n", quick) for word in ("", " fast"))
+    assert "| plain | not run yet |" in plainly
+    assert "| plain | 74.50 |" in fast
+    assert "--method finetune --drop-last --fast --seeds 1 2`" in fast
+    assert "ness table --plan plan.toml --fast --device auto" in fast
+    assert "--fast" not in plainly
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -1,8 +1,8 @@
 """Tables and pictures inside documents, made anew from records by `make tables`: never typed, never drawn by hand.
 
 A table stands between the lines `<!-- rows: experiments/NAME.toml -->`, which may name columns after the file, or say
-`finished` for the rows alone whose seeds are all run, and `<!-- end rows -->`; a picture between
-`<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`.
+`finished` for the rows alone whose seeds are all run, or `fast` for the rows as they are run with --fast, and
+`<!-- end rows -->`; a picture between `<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`.
 """
 
 import os
@@ -83,7 +83,7 @@ COLUMNS: Mapping[str, Column] = {
     "kept": Column("numbers a task keeps", _kept),
     "command": Column("command", lambda one: f"`{command(one.job, one.seeds)}`", False),
 }
-FINISHED = "finished"
+FINISHED, FAST = "finished", "fast"
 USUAL = ("benchmark", "seeds", "acc", "bwt", "paper-acc", "paper-bwt", "seconds", "command")
 
 
@@ -107,7 +107,8 @@ def block(
     said = [f"{experiment.title}: mean ± sample deviation over seeds {seeds}."]
     said += [f"Run so far: {len(lines)} of {len(every)} rows."] if len(lines) < len(every) else []
     said += ["Seconds are of one run."] if "seconds" in chosen else []
-    said += [f"All rows: `ness table --plan {plan} --device auto`."]
+    quick = " --fast" if any(one.job.fast for one in every) else ""
+    said += [f"All rows: `ness table --plan {plan}{quick} --device auto`."]
     said += [f"({number}) The paper's figures: {note}." for number, note in enumerate(notes, start=1)]
     return f"\n{pipes(table)}\n{' '.join(said)}\n\n"
 
@@ -154,8 +155,8 @@ def _pieces(text: str, root: Path, records: Sequence[Record], where: str) -> Ite
 
 def _table(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> str:
     plan, *rest = words
-    columns = [word for word in rest if word != FINISHED]
-    return block(read(root / plan), plan, _columns(columns, where), records, FINISHED in rest)
+    columns = [word for word in rest if word not in (FINISHED, FAST)]
+    return block(read(root / plan, FAST in rest), plan, _columns(columns, where), records, FINISHED in rest)
 
 
 def _picture(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> Picture:

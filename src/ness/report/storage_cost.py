@@ -98,7 +98,7 @@ def shared_layers(job: Job, run: Record) -> list[tuple[int, int, bool]]:
     layers = discover(_network(job), (), ("heads",)).layers
     if [row["name"] for row in rows] != list(layers):
         found = ", ".join(row["name"] for row in rows) or "nothing"
-        known = f"{job.benchmark.network} has {', '.join(layers)}"
+        known = f"{job.network} has {', '.join(layers)}"
         raise NessError(f"a run of {job.title!r} certifies {found}, but {known}; run it again")
     both = zip(layers.values(), rows, strict=True)
     return [(layer.groups * layer.outputs, row["fan_in"], layer.bias is not None) for layer, row in both]
@@ -106,6 +106,6 @@ def shared_layers(job: Job, run: Record) -> list[tuple[int, int, bool]]:
 
 def _network(job: Job) -> torch.nn.Module:
     """The benchmark's network, without numbers."""
-    spec = registry.find("network", job.benchmark.network, registry.all_networks())
+    spec = registry.find("network", job.network, registry.all_networks())
     with torch.device("meta"):
         return spec.build(ANY_IMAGE, ANY_CLASSES, job.settings.norm)

@@ -20,6 +20,7 @@ def made(name: str, shape: tuple[int, ...], classes: list[int], norms: str = "ba
     ("name", "shape", "classes", "count", "width"),
     [
         ("alexnet", (3, 32, 32), [10] * 10, 6_713_216, 2048),
+        ("alexnet-eighth", (3, 32, 32), [10] * 10, 128_624, 256),
         ("resnet18-32", (3, 32, 32), [10] * 5, 1_125_140, 640),
         ("resnet18-84", (3, 84, 84), [5] * 20, 1_237_140, 1440),
     ],

@@ -108,6 +108,18 @@ def test_an_order_of_validation_that_decides_nothing_does_not_name_a_run() -> No
     assert digest(norm="stored") == before(norm="stored")
 
 
+def test_a_network_that_is_not_the_benchmarks_own_names_a_run_and_is_the_one_that_learns() -> None:
+    own, narrow = (resolve("finetune", "cifar100", changes={"network": name}) for name in ("alexnet", "alexnet-eighth"))
+    assert own.digest == resolve("finetune", "cifar100").digest != narrow.digest
+    settings = {name: value for name, value in own.as_dict().items() if name != "network"}  # before there was a choice
+    text = json.dumps(["finetune", "cifar100", SCHEMA, settings], sort_keys=True)
+    assert own.digest == hashlib.sha256(text.encode()).hexdigest()[:10]
+    assert (own.network, narrow.network) == ("alexnet", "alexnet-eighth")
+    assert narrow.label == "fixed network=alexnet-eighth"
+    with pytest.raises(NessError, match="network"):
+        resolve("finetune", "cifar100", changes={"network": "alexnet-half"})
+
+
 @pytest.mark.parametrize(("name", "value"), [("norm", "stored"), ("schedule", "cosine")])
 def test_an_order_of_validation_where_nothing_depends_on_it_is_refused(name: str, value: str) -> None:
     with pytest.raises(NessError, match=f"valid_order was set, but {name} is '{value}'"):

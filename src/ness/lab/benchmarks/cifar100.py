@@ -49,8 +49,7 @@ def load_stream(request: Request) -> Stream:
     options = request.options or Options()
     loaded = fetched(request, CATALOGUE["cifar100"])
     seed = request.seed if options.split_seed is None else options.split_seed
-    notes = {"cifar100": loaded.note, "split_seed": str(seed), "network": options.network}
-    return Stream("cifar100", tasks(loaded.arrays, seed), notes)
+    return Stream("cifar100", tasks(loaded.arrays, seed), {"cifar100": loaded.note, "split_seed": str(seed)})
 
 
 _SETTINGS = {"epochs": 200, "patience": 6, "lr_factor": 2.0, "lr_min": 1e-5}

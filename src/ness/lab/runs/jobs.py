@@ -66,6 +66,11 @@ class Job:
         return self.name or self.method.name
 
     @property
+    def network(self) -> str:
+        """The network that learns: the benchmark's own, or the one that its options choose."""
+        return str(getattr(self.settings, "network", self.benchmark.network))
+
+    @property
     def changes(self) -> dict[str, Any]:
         """What was set by hand: the settings that are not the preset's."""
         return departures(self.method, self.benchmark, self.preset, self.settings)

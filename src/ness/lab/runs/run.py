@@ -83,7 +83,7 @@ def run(
         with watch.phase("start"):
             device = environment.choose_device(options.device)
             stream = job.load(seed, options.data, shelf)
-            name = stream.notes.get("network", job.benchmark.network)  # a stream of any image size chooses by it
+            name = stream.notes.get("network", job.network)  # a stream of any image size chooses by it
             network = registry.find("network", name, registry.all_networks())
             runner = runner_for(device, options.plain)
             trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner, watch, job.fast)

@@ -104,7 +104,7 @@ def run_all(
     check_options(options)
     began, asked = time.monotonic(), list(work)
     allow_many_streams()
-    need = devices.need_of([job.benchmark.network for job, _ in asked])
+    need = devices.need_of([job.network for job, _ in asked])
     if options.device == "auto":
         choice = devices.choose(devices.gpus(), need, len(asked), options.lanes)
         say(choice.why)
