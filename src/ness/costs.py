@@ -14,10 +14,13 @@ from ness.errors import NessError
 from ness.layers import Layer
 from ness.layers.discovery import discover
 from ness.layers.names import as_patterns
+from ness.repairing.grams import KEPT, SOLVING
 from ness.statistics.gram import strip_entries
 
 FLOAT64, FLOAT32 = 8, 4
 EIGEN = 9  # an eigen-decomposition of (d, d) with all vectors takes about 9 d³ FLOPs
+REPAIR_D3 = EIGEN + 4 + 1 / 3  # d³ FLOPs of a repair, for each group: C_o decomposed, Qᵀ C_n Q, a Cholesky factor
+REPAIR_OD2 = 20  # and o d²: the change turned, solved for, checked and measured
 RATE = 4e10  # FLOPs a second so counted: 44 to 53 G were measured on one CPU core at d = 768 to 2048
 
 
@@ -35,6 +38,7 @@ class CostRow:
     updates: int  # the trained parameters; gradients take as much again while a step runs
     optimizer: int  # two moments a parameter, as Adam keeps
     decomposition: float  # FLOPs of one layer's eigen-decomposition
+    repair: int  # what `ness.repair` keeps of these layers in one go
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,7 @@ class Cost:
     largest decomposition: d = 3072, 2.61e+11 FLOPs, 6.5 s at 40 GFLOP/s, 226 MB
     all decompositions: 2.65e+11 FLOPs, 6.6 s at 40 GFLOP/s
     observing: at least 1.95e+07 FLOPs a row, 9.44e+06 of them the forward pass
+    ness.repair: 840 MB in one go, 831 MB with memory= at least; all layers solved in 12 s at 40 GFLOP/s
     """
 
     rows: tuple[CostRow, ...]
@@ -90,6 +95,28 @@ class Cost:
     def largest_decomposition(self) -> float:
         """FLOPs of the largest layer's eigen-decomposition."""
         return max(row.decomposition for row in self.rows)
+
+    @property
+    def repair(self) -> int:
+        """Bytes that `ness.repair` takes beside the two models in one go, while it solves for the largest layer."""
+        return sum(row.repair for row in self.rows) + SOLVING * self._squares
+
+    @property
+    def repair_at_least(self) -> int:
+        """The least that its `memory=` can be: the largest layer alone."""
+        return (KEPT + SOLVING) * self._squares
+
+    @property
+    def repair_flops(self) -> float:
+        """FLOPs of solving for all layers at one strength."""
+        return sum(
+            row.layers * row.groups * row.fan_in**2 * (REPAIR_D3 * row.fan_in + REPAIR_OD2 * row.outputs)
+            for row in self.rows
+        )
+
+    @property
+    def _squares(self) -> int:
+        return max(row.repair // row.layers for row in self.rows) // KEPT
 
     @property
     def workspace(self) -> int:
@@ -142,6 +169,8 @@ class Cost:
                 f"all decompositions: {every:.2e} FLOPs, {duration(self.hours())} {at}",
                 f"observing: at least {self.observe_flops(1):.2e} FLOPs a row, "
                 f"{self.forward_flops:.2e} of them the forward pass",
+                f"ness.repair: {size(self.repair)} in one go, {size(self.repair_at_least)} with memory= at least; "
+                f"all layers solved in {duration(self.hours(self.repair_flops))} {at}",
             ]
         )
 
@@ -242,6 +271,7 @@ def _row(layers: Sequence[Layer], rank: int | None, free: float | None, bias: st
         updates=many * groups * update * wide,
         optimizer=2 * many * groups * update * wide,
         decomposition=float(EIGEN * groups * size_of**3),
+        repair=many * KEPT * groups * width**2,
     )
 
 

@@ -60,6 +60,9 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str]) -> None:
         (["base", "tuned", "--old", "/dev/zero", "--dry-run"], "ordinary file"),
         (["base", "tuned", "--new", "x" * 5000, "--dry-run"], "--new"),
         (["base", "tuned", "--out", "x" * 5000], "--out"),
+        (["base", "tuned", "--dry-run", "--passes", "2"], "in one go"),
+        (["base", "tuned", "--dry-run", "--memory", "4GB"], "in one go"),
+        (["base", "tuned", "--out", "x", "--memory", "much"], "--memory"),
     ],
 )
 def test_wrong_use_is_exit_code_2(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:

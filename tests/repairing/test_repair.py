@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from torch import Tensor, nn
 
 import ness
 from helpers import ZOO, low_rank
+from ness.repairing.algebra import Reshaper, repaired_change
+from ness.repairing.grams import bytes_of, groups_within
 
 pytestmark = pytest.mark.filterwarnings("ignore:repair. [0-9]+ of:ness.NessWarning")
 
@@ -262,7 +265,7 @@ def test_memory_takes_a_layer_at_a_time_and_gives_the_same() -> None:
     seen: list[str] = []
     whole = ness.repair(tuned, base, old=old.split(20), new=new.split(30))
     cut = ness.repair(
-        tuned, base, old=old.split(20), new=new.split(30), memory="6KB", progress=lambda what, *_: seen.append(what)
+        tuned, base, old=old.split(20), new=new.split(30), memory="16KB", progress=lambda what, *_: seen.append(what)
     )
     for one, other in zip(whole.model.parameters(), cut.model.parameters(), strict=True):
         assert torch.allclose(one, other, atol=1e-12)
@@ -271,9 +274,90 @@ def test_memory_takes_a_layer_at_a_time_and_gives_the_same() -> None:
     with pytest.raises(ness.NessError, match="front"):
         cut.front()
     with pytest.raises(ness.NessError, match="iterator"):
-        ness.repair(tuned, base, old=iter(old.split(20)), new=new, memory="6KB")
+        ness.repair(tuned, base, old=iter(old.split(20)), new=new, memory="16KB")
     with pytest.raises(ness.NessError, match="alone needs"):
         ness.repair(tuned, base, old=old, new=new, memory=10)
+
+
+def test_memory_is_what_a_group_really_takes_at_most() -> None:
+    targets = [SimpleNamespace(layer=SimpleNamespace(groups=1, width=width)) for width in (10, 20, 10)]
+    assert bytes_of(targets[:1]) == 88 * 100  # type: ignore[arg-type]
+    assert bytes_of(targets) == 16 * 600 + 72 * 400  # type: ignore[arg-type]
+    assert [len(group) for group in groups_within(targets, 37_000)] == [2, 1]  # type: ignore[arg-type]
+
+
+def test_statistics_on_disk_give_the_same_and_leave_no_file(tmp_path: Path) -> None:
+    base, tuned, old, new = pair()
+    expected = state(ness.repair(tuned, base, old=old, new=new).model)
+    for more in ({}, {"memory": "16KB"}, {"inplace": True}):
+        twin = copy.deepcopy(tuned)
+        done = ness.repair(twin, base, old=old, new=new, statistics_device=f"disk:{tmp_path / 'there'}", **more)
+        assert same(done.model, expected)
+    assert [row.strength for row in done.front([2.0])] == [2.0]
+    assert list((tmp_path / "there").iterdir()) == []
+    (tmp_path / "file").write_text("")
+    for place in (f"disk:{tmp_path / 'file'}", "disk:", "nowhere"):
+        with pytest.raises(ness.NessError, match=r"repair\(statistics_device"):
+            ness.repair(tuned, base, old=old, new=new, statistics_device=place)
+
+
+def test_layers_that_read_one_tensor_share_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(6, 4, bias=False) for _ in range(3))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.q(x) + self.k(x) * self.v(x)
+
+    torch.manual_seed(0)
+    base = Reads().double()
+    tuned = tuned_from(base)
+    old, new = low_rank(40, 6, dtype=torch.float64), torch.randn(50, 6, dtype=torch.float64)
+    made: list[str] = []
+    of = Reshaper.of.__func__  # type: ignore[attr-defined]
+    monkeypatch.setattr(Reshaper, "of", classmethod(lambda cls, *args: (made.append(args[3]), of(cls, *args))[1]))
+    done = ness.repair(tuned, base, old=[old[:9], old[9:]], new=[new])
+    assert made == ["q"]
+    for name in "qkv":
+        change = (getattr(tuned, name).weight - getattr(base, name).weight).detach()[None]
+        expected = repaired_change(change, (new.T @ new / 50)[None], (old.T @ old / 40)[None], 1.0)
+        assert torch.allclose(getattr(done.model, name).weight - getattr(base, name).weight, expected[0], atol=1e-9)
+
+
+def test_a_head_is_not_run_where_no_layer_needs_its_outputs() -> None:
+    class Head(nn.Linear):
+        calls = 0
+
+        def forward(self, x: Tensor) -> Tensor:
+            Head.calls += 1
+            return super().forward(x)
+
+    class Language(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.body = nn.Embedding(9, 8), nn.Linear(8, 8)
+            self.lm_head = Head(8, 9, bias=False)
+
+        def get_output_embeddings(self) -> nn.Module:
+            return self.lm_head
+
+        def forward(self, input_ids: Tensor) -> Tensor:
+            return self.lm_head(self.body(self.embed(input_ids)).relu())
+
+    torch.manual_seed(0)
+    base = Language()
+    tuned = tuned_from(base)
+    tuned.lm_head.weight.data.copy_(base.lm_head.weight)
+    old, new = [{"input_ids": torch.randint(0, 9, (9, 4))} for _ in range(2)]
+    done = ness.repair(tuned, base, old=[old] * 5, new=[new] * 6)
+    kept = 5 + 6  # batches of the sample from end to end
+    assert Head.calls <= 3 * kept + 2  # and no pass that observes
+    assert done.on_old is not None
+    with torch.no_grad():
+        b, t = base(**old), tuned(**old)
+    assert done.on_old.before == pytest.approx(float((t - b).norm() / b.norm()), rel=1e-4)
+    assert "forward" not in vars(done.model.lm_head)
 
 
 def test_float32_statistics() -> None:

@@ -89,6 +89,10 @@ def main(argv: list[str]) -> int:
 def _check(own: argparse.Namespace) -> None:
     if own.out is None and not own.dry_run:
         raise WrongUse("name a folder with --out, or ask for --dry-run")
+    if own.dry_run and (own.passes > 1 or own.memory is not None):
+        raise WrongUse("--dry-run works everything out in one go; leave out --passes and --memory")
+    if own.at_most is not None and own.passes > 1:
+        raise WrongUse("--at-most is looked for in one go; leave out --passes")
     if own.strength is not None and own.at_most is not None:
         raise WrongUse("give --strength, or --probe and --at-most, not both")
     if (own.probe is None) != (own.at_most is None):

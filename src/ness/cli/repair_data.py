@@ -13,7 +13,7 @@ from torch import Tensor
 from ness._files import read_bytes, reason
 from ness.errors import NessError
 
-BATCH_TOKENS = 2048  # of one batch
+BATCH_TOKENS = 1024  # of one batch
 BATCH_PICTURES = 16
 PICTURES = {".png", ".jpg", ".jpeg", ".webp", ".bmp"}
 

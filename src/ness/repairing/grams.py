@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,8 +29,10 @@ Progress = Callable[[str, int, int | None], None]
 #: Device (None: each layer's own) and folder (None: in memory) of Grams.
 Place = tuple[torch.device | None, Path | None]
 
+KEPT = 16  # bytes of a layer for each d²: the eigenvectors of C_o and Qᵀ C_n Q in float64, more than both Grams take
+SOLVING = 72  # more while a layer is solved for: both Grams whole, and what the decomposition works in (measured)
 SAMPLE_BATCHES = 8  # batches of each kind that are kept until the end, for the figures from end to end
-SAMPLE_SIZE = 2048  # tokens, or samples, in them
+SAMPLE_SIZE = 1024  # tokens, or samples, in them
 
 
 class Source:
@@ -89,7 +92,7 @@ class Rows:
         self.model, self.forward, self.mask, self.watches = model, forward, mask, watches
         check_mask_of(mask)
 
-    def watch(self, recorder: Recorder, layers: Iterable[Layer], batches: Iterable[Any]) -> None:
+    def watch(self, recorder: Recorder, layers: Sequence[Layer], batches: Iterable[Any]) -> None:
         """One pass for each batch."""
         masking = recorder.masking = Masking(self.model)
         watch = Watch(self.model, layers, recorder.record, masking)
@@ -99,13 +102,35 @@ class Rows:
             for index, batch in enumerate(batches):
                 recorder.drop()
                 masking.begin(masks_of_batch(batch, self.mask, self.model), fixed=self.mask is not None)
-                call_model(self.model, batch, self.forward)
+                with without_head(self.model, layers, batch):
+                    call_model(self.model, batch, self.forward)
                 recorder.end(f"batch {index}")
             recorder.check_rows()
         finally:
             watch.close()
         self.watches.remove(watch)
         recorder.check()
+
+
+@contextmanager
+def without_head(model: nn.Module, layers: Sequence[Layer], batch: Any) -> Iterator[None]:
+    """A language model without its logits, which no layer reads: the head of a small one is half of its FLOPs.
+
+    Only where transformers' own `get_output_embeddings` names the head, no layer that is watched is in it, and the
+    batch asks for no loss. `model` is a copy of ours, so an interrupt may pass over the end of this.
+    """
+    find = getattr(model, "get_output_embeddings", None)
+    head = find() if callable(find) else None
+    watched = {id(module) for layer in layers for module in layer.modules}
+    asks = not isinstance(batch, Mapping) or "labels" in batch
+    if asks or not isinstance(head, nn.Linear) or id(head) in watched or "forward" in head.__dict__:
+        yield
+        return
+    head.__dict__["forward"] = lambda hidden: hidden[..., :1]
+    try:
+        yield
+    finally:
+        head.__dict__.pop("forward", None)
 
 
 def observe(
@@ -189,31 +214,28 @@ def refuse_same_data(old: Any, new: Any) -> None:
         )
 
 
-def groups_within(targets: Sequence[Target], memory: float | None, with_new: bool) -> list[list[Target]]:
+def groups_within(targets: Sequence[Target], memory: float | None) -> list[list[Target]]:
     """The targets in order, as many at a time as have their Grams in `memory` bytes; one alone must fit."""
     if memory is None:
         return [list(targets)]
     groups: list[list[Target]] = []
-    used = 0.0
     for target in targets:
-        size = bytes_of(target, with_new)
-        if size > memory:
+        alone = bytes_of([target])
+        if alone > memory:
             raise NessError(
-                f"layer {target.name!r} alone needs {size / 1e9:.3g} GB while it is repaired, and memory= allows "
+                f"layer {target.name!r} alone needs {alone / 1e9:.3g} GB while it is repaired, and memory= allows "
                 f"{memory / 1e9:.3g} GB; allow more, or exclude the layer"
             )
-        if not groups or used + size > memory:
+        if not groups or bytes_of([*groups[-1], target]) > memory:
             groups.append([])
-            used = 0.0
         groups[-1].append(target)
-        used += size
     return groups
 
 
-def bytes_of(target: Target, with_new: bool) -> int:
-    """Bytes of a layer's float64 statistics at their peak: its Grams, and one more while they are solved for."""
-    layer = target.layer
-    return 8 * layer.groups * layer.width**2 * (3 + with_new)
+def bytes_of(targets: Sequence[Target]) -> int:
+    """Bytes of some layers' statistics at their peak: what is kept of each, and the room to solve for the largest."""
+    squares = [target.layer.groups * target.layer.width**2 for target in targets]
+    return KEPT * sum(squares) + SOLVING * max(squares)
 
 
 def _inputs(batch: Any) -> Tensor | None:

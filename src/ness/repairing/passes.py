@@ -53,7 +53,7 @@ def in_passes(work: Work, limit: float | None) -> Done:
     ordered = in_call_order(work)
     groups = split(ordered, work.options.passes)
     for group in groups:
-        size = sum(grams.bytes_of(target, True) for target in group)
+        size = grams.bytes_of(group)
         if limit is not None and size > limit:
             raise NessError(
                 f"repair(passes={work.options.passes}): a group of {len(group)} layers needs {size / 1e9:.3g} GB, and "

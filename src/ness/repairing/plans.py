@@ -193,5 +193,5 @@ class Others:
             numbers = sum(weights.pairs[name].tuned.numel() for name in names)
             rows.append(OtherRow(shown, len(names), numbers, now, self.reasons[shown], moves.get(shown)))
         for name in self.excluded:
-            rows.append(OtherRow(name, 1, weights.pairs[name].tuned.numel(), "kept", "excluded", None))
+            rows.append(OtherRow(name, 1, weights.pairs[name].tuned.numel(), "kept", "excluded", moves.get(name)))
         return tuple(rows)

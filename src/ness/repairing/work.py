@@ -89,7 +89,7 @@ class Work:
 
     def in_one_go(self, limit: float | None) -> Done:
         """Every layer from one pass over old and one over new inputs, or from one of each for each group."""
-        groups = grams.groups_within(self.targets, limit, self.new is not None)
+        groups = grams.groups_within(self.targets, limit)
         if len(groups) > 1:
             if self.options.at_most is not None:
                 raise NessError(
@@ -230,11 +230,12 @@ class Work:
 
     def _moves_of_others(self) -> dict[str, float]:
         """How much each other group alone, tuned on top of the base, moves the outputs on the first old batch."""
-        if not self.rest.groups or not self.old.sample:
+        groups = self.rest.groups | {name: [name] for name in self.rest.excluded if name in self.weights.at(0.0)}
+        if not groups or not self.old.sample:
             return {}
         meter = Meter(self.shadow, self.old.sample[:1], self.forward, "old")
         moves = {}
-        for shown, names in self.rest.groups.items():
+        for shown, names in groups.items():
             alone = {key: value for key, value in meter.base.items() if key not in names}
             moves[shown] = meter.change(alone)
         return moves
@@ -257,6 +258,10 @@ class Work:
         while not within(high):
             low, high = high, high * 10
             if high > MOST:
+                weak = next((s for s in (0.1, 0.01, 0.001) if within(s)), None)  # where more of it is not less change
+                if weak is not None:
+                    low, high = weak / 10, weak
+                    break
                 best = min(tried, key=lambda s: tried[s] if not math.isnan(tried[s]) else math.inf)
                 way_out = (
                     " What is no repaired layer moves it too: others='base' puts that back."

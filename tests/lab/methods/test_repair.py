@@ -94,6 +94,15 @@ def test_settings_that_mean_nothing_are_refused(name: str, value: float) -> None
         resolve("repair", "digits", changes={name: value})
 
 
+@pytest.mark.parametrize("preset", ["fixed", "reference", "paper"])
+@pytest.mark.parametrize("benchmark", ["digits", "cifar100", "five-datasets", "mini-imagenet"])
+def test_a_row_on_every_benchmark_trains_as_finetune_does(benchmark: str, preset: str) -> None:
+    mine, plain = (resolve(name, benchmark, preset).settings for name in ("repair", "finetune"))
+    assert (mine.strength, mine.ridge) == (10.0, 1e-3)
+    for name in ("optimizer", "lr", "epochs", "batch", "momentum", "weight_decay"):
+        assert getattr(mine, name) == getattr(plain, name), name
+
+
 @pytest.mark.slow
 def test_beats_finetune_by_ten_points_of_bwt_at_its_preset() -> None:
     for seed in (1, 2, 3):
