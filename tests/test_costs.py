@@ -180,16 +180,19 @@ def test_a_real_7b_config_on_the_meta_device() -> None:
     assert (real.statistics, real.bases, real.updates) == (made.statistics, made.bases, made.updates)
 
 
+def block(width: int, hidden: int) -> nn.Module:
+    """The linear layers of a Llama's block."""
+    shapes = [*[(width, width)] * 4, *[(width, hidden)] * 2, (hidden, width)]
+    return nn.ModuleList(nn.Linear(*shape, bias=False) for shape in shapes)
+
+
 @pytest.mark.parametrize(("width", "hidden", "layers", "low", "high"), [
-    (2048, 8192, 16, 15, 40), (4096, 11008, 32, 100, 170), (8192, 28672, 80, 1500, 2500),
+    (2048, 8192, 16, 28, 29), (4096, 11008, 32, 122, 123), (8192, 28672, 80, 1620, 1640),
 ])  # fmt: skip
 def test_what_repair_needs_at_1b_7b_and_70b(width: int, hidden: int, layers: int, low: float, high: float) -> None:
     with torch.device("meta"):
-        block = [nn.Linear(width, width, bias=False) for _ in range(4)]
-        block += [nn.Linear(width, hidden, bias=False), nn.Linear(width, hidden, bias=False)]
-        block += [nn.Linear(hidden, width, bias=False)]
-        takes = ness.cost(nn.ModuleList(nn.Sequential(*block) for _ in range(layers)).append(nn.Linear(2, 2)))
+        takes = ness.cost(nn.ModuleList(block(width, hidden) for _ in range(layers)))
     assert low < takes.repair / 1e9 < high
     assert takes.repair_at_least == 88 * hidden**2
-    assert f"{takes.repair_at_least / 1e9:.3g} GB with memory= at least" in str(takes)
+    assert f"{takes.repair_at_least / 1e9:.3g} GB at least" in str(takes)
     assert takes.repair_flops > takes.decompositions

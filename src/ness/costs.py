@@ -56,7 +56,7 @@ class Cost:
     largest decomposition: d = 3072, 2.61e+11 FLOPs, 6.5 s at 40 GFLOP/s, 226 MB
     all decompositions: 2.65e+11 FLOPs, 6.6 s at 40 GFLOP/s
     observing: at least 1.95e+07 FLOPs a row, 9.44e+06 of them the forward pass
-    ness.repair: 840 MB in one go, 831 MB with memory= at least; all layers solved in 12 s at 40 GFLOP/s
+    repair: 840 MB in one go, with memory= 831 MB at least; 14 s to solve
     """
 
     rows: tuple[CostRow, ...]
@@ -169,8 +169,8 @@ class Cost:
                 f"all decompositions: {every:.2e} FLOPs, {duration(self.hours())} {at}",
                 f"observing: at least {self.observe_flops(1):.2e} FLOPs a row, "
                 f"{self.forward_flops:.2e} of them the forward pass",
-                f"ness.repair: {size(self.repair)} in one go, {size(self.repair_at_least)} with memory= at least; "
-                f"all layers solved in {duration(self.hours(self.repair_flops))} {at}",
+                f"repair: {size(self.repair)} in one go, with memory= {size(self.repair_at_least)} at least; "
+                f"{duration(self.hours(self.repair_flops))} to solve",
             ]
         )
 

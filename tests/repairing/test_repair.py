@@ -289,10 +289,11 @@ def test_memory_is_what_a_group_really_takes_at_most() -> None:
 def test_statistics_on_disk_give_the_same_and_leave_no_file(tmp_path: Path) -> None:
     base, tuned, old, new = pair()
     expected = state(ness.repair(tuned, base, old=old, new=new).model)
-    for more in ({}, {"memory": "16KB"}, {"inplace": True}):
+    for more in ({"memory": "16KB"}, {}, {"inplace": True}):
         twin = copy.deepcopy(tuned)
         done = ness.repair(twin, base, old=old, new=new, statistics_device=f"disk:{tmp_path / 'there'}", **more)
-        assert same(done.model, expected)
+        for name, value in done.model.state_dict().items():
+            assert torch.allclose(value, expected[name], atol=1e-12)
     assert [row.strength for row in done.front([2.0])] == [2.0]
     assert list((tmp_path / "there").iterdir()) == []
     (tmp_path / "file").write_text("")
