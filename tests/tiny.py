@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 from torch import Generator, Tensor, nn
 
@@ -113,6 +114,8 @@ def trainer(
     network: NetworkSpec = NETWORK,
     **changes: Any,
 ) -> Trainer:
+    if method in ("lora", "osf"):
+        pytest.importorskip("peft")
     work = job(method, **changes)
     return Trainer(work.method, network, work.load(seed, None), work.settings, seed, device, runner, fast=fast)
 

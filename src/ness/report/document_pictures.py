@@ -15,9 +15,10 @@ from ness._files import write_bytes
 from ness.errors import NessError
 from ness.lab.runs.experiment import Experiment
 from ness.lab.runs.settings import nearest
+from ness.report import studies
 from ness.report.accuracy_maps import Map, Maps, maps
 from ness.report.number_format import number
-from ness.report.pictures import drawing, heat, kept
+from ness.report.pictures import drawing, heat, kept, tradeoff
 from ness.report.records import Record
 from ness.report.storage_cost import Keeping, Point, keeping
 
@@ -84,6 +85,27 @@ def _kept(name: str, experiment: Experiment, words: Sequence[str], records: Sequ
     said = f"{found.title}: ACC against what a task keeps, as a share of the shared weights. "
     said += "; ".join(map(_said_of_point, found.points))
     return Picture(name, _json(found), f"{said}.", draw if found.points else None)
+
+
+def study_picture(name: str, found: studies.Found) -> Picture:
+    """Every point of a study of language models: change of old predictions against loss on new text."""
+    courses = []
+    for family in found.families:
+        mine = [point for point in found.points if point.family == family]
+        marks = [
+            (round(studies.mean(one.test.new), 4), round(studies.mean(one.test.change), 5), one.setting) for one in mine
+        ]
+        courses.append((family, mine[0].ours, marks))
+    base = round(found.base["test"][0], 4) if found.base else 0.0
+    seeds = f"mean over {len(found.seeds)} seed{'s' if len(found.seeds) > 1 else ''}"
+    data = json.dumps({"title": found.title, "base": base, "seeds": seeds, "courses": courses}, ensure_ascii=False)
+
+    def draw() -> drawing.Picture:
+        return tradeoff.picture(found.title, base, courses, seeds)
+
+    said = f"{found.title}: change of predictions on old text against loss on new text, down and left is better. "
+    said += f"Families: {'; '.join(found.families)}."
+    return Picture(name, data, said, draw if found.points else None)
 
 
 def _said_of_point(one: Point) -> str:

@@ -2,7 +2,9 @@
 
 A table stands between the lines `<!-- rows: experiments/NAME.toml -->`, which may name columns after the file, or say
 `finished` for the rows alone whose seeds are all run, or `fast` for the rows as they are run with --fast, and
-`<!-- end rows -->`; a picture between `<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`.
+`<!-- end rows -->`; a picture between `<!-- picture: WHICH experiments/NAME.toml -->` and `<!-- end picture -->`; the
+table of a study of language models between `<!-- study: experiments/language-NAME.toml -->` and `<!-- end study -->`,
+its picture is `study-NAME`.
 """
 
 import os
@@ -16,17 +18,19 @@ from ness._files import write_bytes
 from ness.errors import NessError
 from ness.lab.runs.experiment import Experiment, read
 from ness.lab.runs.jobs import Job
+from ness.lab.runs.metrics import mean_and_deviation
 from ness.lab.runs.settings import nearest
+from ness.report import studies
 from ness.report.collect import collect
-from ness.report.document_pictures import Picture, picture, renew
+from ness.report.document_pictures import Picture, picture, renew, study_picture
 from ness.report.experiment_rows import Planned, planned
 from ness.report.formats import NOT_RUN, pipes
 from ness.report.number_format import number, printed
 from ness.report.records import Record
 from ness.report.storage_cost import most_kept
 
-BEGIN = re.compile(r"<!-- (?P<kind>rows|picture): (?P<words>\S+( \S+)*) -->")
-END = re.compile(r"<!-- end (?P<kind>rows|picture) -->")
+BEGIN = re.compile(r"<!-- (?P<kind>rows|study|picture): (?P<words>\S+( \S+)*) -->")
+END = re.compile(r"<!-- end (?P<kind>rows|study|picture) -->")
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,16 @@ def _kept(one: Planned) -> str:
     return "" if kept is None else f"{kept:,}"
 
 
+def _general(one: Planned, name: str) -> str:
+    found = [run.general[name] for run in one.runs if name in run.general]
+    return f"{sum(found) / len(found):.3f}{_deviation(found)}" if found else ""
+
+
+def _deviation(values: Sequence[float]) -> str:
+    deviation = mean_and_deviation(values)[1]
+    return "" if deviation is None else f" ± {deviation:.3f}"
+
+
 def _note(one: Planned) -> str:
     return one.row.paper.note if one.row.paper else ""
 
@@ -81,9 +95,12 @@ COLUMNS: Mapping[str, Column] = {
     "paper-bwt": Column("paper's BWT", lambda one: _minus(printed(one.row.paper.bwt, True)) if one.row.paper else ""),
     "seconds": Column("seconds", lambda one: "" if one.row.seconds is None else f"{one.row.seconds[0]:.0f}"),
     "kept": Column("numbers a task keeps", _kept),
+    "spearman": Column("Spearman", lambda one: _general(one, "spearman")),
+    "overlap": Column("top-10 overlap", lambda one: _general(one, "overlap")),
     "command": Column("command", lambda one: f"`{command(one.job, one.seeds)}`", False),
 }
 FINISHED, FAST = "finished", "fast"
+STUDIES = Path("results/language")
 USUAL = ("benchmark", "seeds", "acc", "bwt", "paper-acc", "paper-bwt", "seconds", "command")
 
 
@@ -147,8 +164,7 @@ def _pieces(text: str, root: Path, records: Sequence[Record], where: str) -> Ite
             yield line
         if found:
             begun, kind = at, found["kind"]
-            made = _picture if kind == "picture" else _table
-            yield made(found["words"].split(), root, records, f"{where}, line {at}")
+            yield _MADE[kind](found["words"].split(), root, records, f"{where}, line {at}")
     if begun:
         raise NessError(f"{where}, line {begun}: the block has no end; expected a line <!-- end {kind} -->")
 
@@ -159,11 +175,26 @@ def _table(words: Sequence[str], root: Path, records: Sequence[Record], where: s
     return block(read(root / plan, FAST in rest), plan, _columns(columns, where), records, FINISHED in rest)
 
 
+def _study(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> str:
+    if len(words) != 1:
+        raise NessError(f"{where}: a study takes its plan alone, found {' '.join(words)}")
+    return studies.table(studies.read(root / words[0], root / STUDIES), words[0])
+
+
 def _picture(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> Picture:
     if len(words) < 2:
         raise NessError(f"{where}: a picture needs its name and a plan, found {words[0]} alone")
     name, plan, *rest = words
+    if name.startswith("study-"):
+        return study_picture(name, studies.read(root / plan, root / STUDIES))
     return picture(name, read(root / plan), rest, records, where)
+
+
+_MADE: Mapping[str, Callable[[Sequence[str], Path, Sequence[Record], str], str | Picture]] = {
+    "rows": _table,
+    "study": _study,
+    "picture": _picture,
+}
 
 
 def _link(one: Picture, where: str) -> str:

@@ -35,6 +35,7 @@ class Record:
     fast: bool = False  # run with --fast: another setting, whatever else is the same
     environment: Mapping[str, Any] = field(default_factory=dict)
     revision: int = 1  # of the method's rule under these settings
+    general: Mapping[str, float] = field(default_factory=dict)  # what is left of a pretrained network's own ability
 
 
 def from_result(result: Mapping[str, Any], where: str) -> Record:
@@ -63,6 +64,10 @@ def from_result(result: Mapping[str, Any], where: str) -> Record:
             fast=_flag(result.get("fast", False), "fast"),
             settings=_of(result.get("settings", {}), dict, "settings"),
             environment=_environment(_of(result.get("environment", {}), dict, "environment")),
+            general={
+                _name(name, "a measure"): float(_of(value, float, "general"))
+                for name, value in _of(result.get("general", {}), dict, "general").items()
+            },
             revision=_count(result.get("revision", 1), "revision"),
         )
     except KeyError as error:

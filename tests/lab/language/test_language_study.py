@@ -12,7 +12,7 @@ from torch import nn
 from ness import _sealed
 from ness.errors import NessError
 from ness.lab.language import methods, study
-from ness.lab.language.measure import loss_and_change
+from ness.lab.language.measure import loss_and_change, predictions
 from ness.lab.language.models import LanguageModel
 
 VOCABULARY = 23
@@ -106,7 +106,12 @@ def test_a_method_leaves_the_base_as_it_was_and_trains_the_same_weights(material
     base = material.language.model
     before = {name: weight.clone() for name, weight in base.state_dict().items()}
     setup = study.methods.Setup(base, material.new, material.old, 4, 3, seed=1)
-    for method, options in (("full", {}), ("replay", {}), ("null-space", {"rule": "energy", "value": 0.5})):
+    for method, options in (
+        ("full", {}),
+        ("replay", {}),
+        ("null-space", {"rule": "energy", "value": 0.5}),
+        ("weighed", {}),
+    ):
         adapted = methods.METHODS[method](setup, 0.05, **options)
         assert all(torch.equal(weight, before[name]) for name, weight in base.state_dict().items())
         moved = {name for name, weight in adapted.model.state_dict().items() if not torch.equal(weight, before[name])}
@@ -136,12 +141,12 @@ def test_loss_and_change_against_their_definition(material):
     blocks = material.new[:3]
     logits = tuned(blocks).logits[:, :-1].log_softmax(-1)
     origin = base(blocks).logits[:, :-1].log_softmax(-1)
-    loss, change = loss_and_change(tuned, base, blocks)
+    loss, change = loss_and_change(tuned, predictions(base, blocks), blocks)
     targets = blocks[:, 1:, None]
     assert loss == pytest.approx(-logits.gather(-1, targets).mean().item(), rel=1e-5)
     expected = (origin.exp() * (origin - logits)).sum(-1).mean().item()
     assert change == pytest.approx(expected, rel=1e-5)
-    assert loss_and_change(base, base, blocks)[1] == pytest.approx(0, abs=1e-7)
+    assert loss_and_change(base, predictions(base, blocks), blocks)[1] == pytest.approx(0, abs=1e-7)
 
 
 @pytest.mark.parametrize(

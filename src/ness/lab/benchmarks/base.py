@@ -67,12 +67,25 @@ class Task:
 
 
 @dataclass(frozen=True)
+class General:
+    """Unlabelled inputs of what a pretrained network could do before the first task, none of them in two parts.
+
+    `known` may be observed; `valid` and `held_out` are measured alone, the first where settings are chosen.
+    """
+
+    known: Tensor
+    valid: Tensor
+    held_out: Tensor
+
+
+@dataclass(frozen=True)
 class Stream:
     """A benchmark's tasks in the order in which they are learnt."""
 
     name: str
     tasks: tuple[Task, ...]
     notes: Mapping[str, str] = field(default_factory=dict)  # what a record should say about the data, e.g. its source
+    general: General | None = None  # of pretrained networks
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -90,6 +103,9 @@ class Stream:
             for split in (task.train, task.valid, task.test):
                 for tensor in (split.images, split.labels):
                     value = zlib.crc32(raw_bytes(tensor), value)
+        if self.general is not None:
+            for tensor in (self.general.known, self.general.held_out):
+                value = zlib.crc32(raw_bytes(tensor), value)
         return f"{value:08x}"
 
 

@@ -34,4 +34,5 @@ def first_tasks(stream: Stream, tasks: int) -> Stream:
         )
     kept = tuple(dataclasses.replace(task, test=task.valid) for task in stream.tasks[:tasks])
     notes = {**stream.notes, "judged on": "validation data"}
-    return dataclasses.replace(stream, tasks=kept, notes=notes)
+    general = stream.general and dataclasses.replace(stream.general, held_out=stream.general.valid)
+    return dataclasses.replace(stream, tasks=kept, notes=notes, general=general)

@@ -11,10 +11,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.parametrize import register_parametrization, remove_parametrizations
 
 import ness
 from ness.errors import NessError
 from ness.lab.language.train import autocast, batches, train
+from ness.repairing.algebra import repaired_change
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,7 @@ class Setup:
         batch: blocks a step.
         steps: optimizer steps.
         seed: of the order of batches and of every random start.
+        at: called during training with a step's number and the model as it is then.
     """
 
     base: nn.Module
@@ -36,6 +39,12 @@ class Setup:
     batch: int
     steps: int
     seed: int
+    at: Callable[[int, nn.Module], None] = lambda step, model: None
+
+    def train(self, model: nn.Module, parameters: list[nn.Parameter], rate: float, data: Any = None) -> None:
+        """The same loop for every method."""
+        chosen = self.data() if data is None else data
+        train(model, parameters, chosen, rate, self.steps, lambda step: self.at(step, model))
 
     def data(self) -> Any:
         """The batches of one run, the same for every method."""
@@ -75,7 +84,7 @@ def full(setup: Setup, rate: float) -> Adapted:
     """Plain fine-tuning of every linear layer."""
     model = setup.fresh()
     weights = _weights(model)
-    train(model, weights, setup.data(), rate, setup.steps)
+    setup.train(model, weights, rate)
     return Adapted(model, _count(weights))
 
 
@@ -91,7 +100,7 @@ def replay(setup: Setup, rate: float, share: float = 0.1) -> Adapted:
             where = torch.randint(len(setup.old), (len(batch),), generator=draws)
             yield torch.where(old.to(batch.device)[:, None], setup.old[where.to(batch.device)], batch)
 
-    train(model, weights, mixed(), rate, setup.steps)
+    setup.train(model, weights, rate, mixed())
     return Adapted(model, _count(weights))
 
 
@@ -117,7 +126,7 @@ def lora(setup: Setup, rate: float, rank: int = 16, start: str = "zero") -> Adap
         config = peft.LoraConfig(**options)
     adapted = peft.get_peft_model(model, config)
     held = [weight for weight in adapted.parameters() if weight.requires_grad]
-    train(adapted, held, setup.data(), rate, setup.steps)
+    setup.train(adapted, held, rate)
     return Adapted(adapted.merge_and_unload(), _count(held))
 
 
@@ -127,7 +136,7 @@ def osf(setup: Setup, rate: float) -> Adapted:
     model = setup.fresh()
     adapted = peft.get_peft_model(model, peft.OSFConfig(target_modules=block_linears(model)))
     held = [weight for weight in adapted.parameters() if weight.requires_grad]
-    train(adapted, held, setup.data(), rate, setup.steps)
+    setup.train(adapted, held, rate)
     return Adapted(adapted, _count(held))
 
 
@@ -149,14 +158,62 @@ def null_space(setup: Setup, rate: float, rule: str = "within", value: float = 0
     else:
         guard.constrain()
     held = guard.parameters()
-    train(model, held, setup.data(), rate, setup.steps)
+    setup.train(model, held, rate)
     guard.merge()
     return Adapted(model, _count(held))
 
 
 def _forward(model: nn.Module, batch: Tensor) -> Any:
+    """The decoder's blocks alone: the head is not trained, and its logits are most of a small model's work."""
+    body = getattr(model, "model", model)
     with autocast(batch.device):
-        return model(input_ids=batch)
+        out = body(input_ids=batch)
+    return getattr(out, "last_hidden_state", out)
+
+
+class _Weighed(nn.Module):
+    """W = W_b + A M, with A trained from zero."""
+
+    def __init__(self, start: Tensor, filter_: Tensor) -> None:
+        super().__init__()
+        self.start, self.filter = start, filter_  # plain tensors: neither is trained
+        self.factor = nn.Parameter(torch.zeros_like(start))
+
+    def forward(self, weight: Tensor) -> Tensor:
+        """The weight in use; the one that is stored is `start`, and stays."""
+        return self.start + self.factor @ self.filter
+
+
+def weighed(setup: Setup, rate: float, strength: float = 1.0, ridge: float = 1e-5) -> Adapted:
+    """Trains A in W_b + A M, M = (C_n + λI)(C_n + s C_o + λI)⁻¹: the repair's filter, there from the first step.
+
+    Directions that new rows need and old ones hardly use are free; the others are weighed by how much each uses them.
+    Both Grams are taken under the base.
+    """
+    model = setup.fresh()
+    weights = _weights(model)  # observed are layers that can be trained
+    grams = []
+    for blocks in (setup.new[: len(setup.old)], setup.old):
+        guard = ness.NullSpace(model)
+        guard.observe(torch.split(blocks, 8), forward=_forward)
+        grams.append({name: gram.matrix / gram.count for name, gram in guard.grams.items()})
+    new, old = grams
+    for weight in weights:
+        weight.requires_grad_(False)
+    added = []
+    for name in block_linears(model):
+        layer = model.get_submodule(name)
+        assert isinstance(layer, nn.Linear)
+        inputs = slice(None, layer.in_features)  # a bias is not trained
+        one = torch.eye(layer.in_features, dtype=torch.float64, device=layer.weight.device)[None]
+        found = repaired_change(one, new[name][:, inputs, inputs], old[name][:, inputs, inputs], strength, ridge, name)
+        part = _Weighed(layer.weight.detach().clone(), found[0].to(layer.weight.dtype))
+        register_parametrization(layer, "weight", part, unsafe=True)
+        added.append(part.factor)
+    setup.train(model, added, rate)
+    for name in block_linears(model):
+        remove_parametrizations(model.get_submodule(name), "weight", leave_parametrized=True)
+    return Adapted(model, _count(added))
 
 
 METHODS: Mapping[str, Method] = {
@@ -165,6 +222,7 @@ METHODS: Mapping[str, Method] = {
     "lora": lora,
     "osf": osf,
     "null-space": null_space,
+    "weighed": weighed,
 }
 
 

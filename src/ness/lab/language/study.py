@@ -23,7 +23,7 @@ from ness import _sealed
 from ness._version import __version__
 from ness.errors import NessError, printable
 from ness.lab.language import methods, models, texts
-from ness.lab.language.measure import loss_and_change
+from ness.lab.language.measure import loss_and_change, predictions
 from ness.lab.language.models import LanguageModel
 from ness.lab.runs.settings import check_type, read_toml
 from ness.lab.training import seeds as training_seeds
@@ -60,7 +60,16 @@ class Row:
 
 @dataclass(frozen=True)
 class Plan:
-    """What is studied: the top of a plan's file. `general="self"` means that the model's own text is the old text."""
+    """What is studied: the top of a plan's file.
+
+    Attributes:
+        general: the corpus that statistics come from; "self": text that the model wrote itself.
+        held_out: corpora that are only measured; "self": other text of the model's own.
+        length: tokens a block.
+        new, old, seen: blocks to train on, for statistics, and of the new domain for a repair's.
+        measured: blocks of every text that is measured, validation and test each; the base's predictions are kept.
+        curve: steps after which the model is measured on its way.
+    """
 
     title: str
     model: str
@@ -76,6 +85,7 @@ class Plan:
     measured: int = 96
     batch: int = 4
     steps: int = 150
+    curve: tuple[int, ...] = ()
 
 
 def read(path: Path) -> Plan:
@@ -186,6 +196,13 @@ class Material:
     own: Tensor
     valid: Mapping[str, Tensor]
     test: Mapping[str, Tensor]
+    known: dict[tuple[str, str], list[Tensor]] = dataclasses.field(default_factory=dict)  # the base's predictions
+
+    def of_base(self, part: str, name: str, blocks: Tensor) -> list[Tensor]:
+        """What the base predicts on a text, computed once."""
+        if (part, name) not in self.known:
+            self.known[part, name] = predictions(self.language.model, blocks)
+        return self.known[part, name]
 
 
 def prepare(plan: Plan, data: Path | None, device: torch.device) -> Material:
@@ -312,17 +329,19 @@ def _is_there(path: Path, report: Report) -> bool:
         return False
 
 
-def measured(material: Material, model: torch.nn.Module, test: bool = True) -> dict[str, dict[str, list[float]]]:
-    """{part: {text: [loss, KL(base ‖ model)]}} on validation text and, if asked for, on test text."""
-    parts = {_VALIDATION: material.valid, **({_TEST: material.test} if test else {})}
-    base = material.language.model
+def measured(material: Material, model: torch.nn.Module) -> dict[str, dict[str, list[float]]]:
+    """{part: {text: [loss, KL(base ‖ model)]}} on validation text, which settings are chosen on, and on test text."""
     return {
         part: {
-            name: [_finite(value) for value in loss_and_change(model, None if name == "new" else base, blocks)]
+            name: [_finite(value) for value in loss_and_change(model, _known(material, part, name, blocks), blocks)]
             for name, blocks in held.items()
         }
-        for part, held in parts.items()
+        for part, held in ((_VALIDATION, material.valid), (_TEST, material.test))
     }
+
+
+def _known(material: Material, part: str, name: str, blocks: Tensor) -> list[Tensor] | None:
+    return None if name == "new" else material.of_base(part, name, blocks)
 
 
 def _finite(value: float) -> float:
@@ -332,14 +351,26 @@ def _finite(value: float) -> float:
 def _points(plan: Plan, row: Row, seed: int, material: Material) -> Iterator[dict[str, Any]]:
     base = material.language.model
     old = material.own if row.statistics == "self" else material.old
-    setup = methods.Setup(base, material.new, old, plan.batch, plan.steps, seed)
     for rate in row.rate:
-        began = time.perf_counter()
+        on_the_way: list[dict[str, Any]] = []
+        looking = 0.0
+
+        def at(step: int, model: torch.nn.Module, found: list[dict[str, Any]] = on_the_way) -> None:
+            nonlocal looking
+            began = time.process_time()
+            if step in plan.curve:
+                found.append({"step": step, **measured(material, model)})
+            looking += time.process_time() - began
+
+        setup = methods.Setup(base, material.new, old, plan.batch, plan.steps, seed, at)
+        began = time.process_time()
         adapted = methods.METHODS[row.method](setup, rate, **row.options)
-        seconds = time.perf_counter() - began
+        seconds = time.process_time() - began - looking
         common = {"rate": rate, "trained": adapted.trained}
         tuned = adapted.model
-        yield {**common, "after": "", "train_seconds": round(seconds, 2), **measured(material, tuned)}
+        for point in on_the_way:
+            yield {**common, "after": "", **point}
+        yield {**common, "after": "", "step": plan.steps, "cpu_seconds": round(seconds, 2), **measured(material, tuned)}
         if not any((row.wise, row.repair, row.repair_old, row.repair_self, row.both)):
             continue
         seen = material.new[: plan.seen]
@@ -353,14 +384,14 @@ def _points(plan: Plan, row: Row, seed: int, material: Material) -> Iterator[dic
         ):
             if not strengths and not pairs:
                 continue
-            began = time.perf_counter()
-            at = methods.repairer(base, tuned, old_text, new_text)
-            cost = {"seconds": round(time.perf_counter() - began, 2)}
+            began = time.process_time()
+            repaired = methods.repairer(base, tuned, old_text, new_text)
+            cost = {"cpu_seconds": round(time.process_time() - began, 2)}
             for strength in strengths:
                 kept = {**common, "after": after, "strength": strength, **cost}
-                yield {**kept, **measured(material, at(strength))}
+                yield {**kept, **measured(material, repaired(strength))}
             for strength, share in pairs:
-                model = methods.interpolated(base, at(strength), share)
+                model = methods.interpolated(base, repaired(strength), share)
                 kept = {**common, "after": f"{after} and wise", "strength": strength, "share": share}
                 yield {**kept, **measured(material, model)}
         del tuned, adapted

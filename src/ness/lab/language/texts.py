@@ -44,11 +44,20 @@ def _speeches(archive: Path) -> Iterator[str]:
 
 
 def _sentences(archive: Path) -> Iterator[str]:
+    for rows in _files_of_rows(archive):
+        for start in range(0, len(rows), 16):  # single sentences would be all beginnings
+            yield " ".join(rows[start : start + 16])
+
+
+def _rows(archive: Path) -> Iterator[str]:
+    for rows in _files_of_rows(archive):
+        yield from rows
+
+
+def _files_of_rows(archive: Path) -> Iterator[list[str]]:
     for name, content in packages.members(archive, ".json"):
         if "/builds/" in name:
-            rows = [row if isinstance(row, str) else row[0] for row in json.loads(content)]
-            for start in range(0, len(rows), 16):  # single sentences would be all beginnings
-                yield " ".join(rows[start : start + 16])
+            yield [row if isinstance(row, str) else row[0] for row in json.loads(content)]
 
 
 def _novels(archive: Path) -> Iterator[str]:
@@ -99,6 +108,22 @@ def documents(name: str, data: Path | None = None) -> list[str]:
     corpus = CORPORA[name]
     found = [text[:_LONGEST] for text in corpus.read(packages.find(corpus.package, data))]
     found = list(dict.fromkeys(text for text in found if text.strip()))
+    random.Random(0).shuffle(found)
+    return found
+
+
+def sentences(name: str, data: Path | None = None) -> list[str]:
+    """Single sentences of a corpus of sentences, each once, shuffled once and for all; 20 to 300 characters long.
+
+    Raises:
+        NessError: the corpus is not one of sentences, or its package was not found.
+    """
+    corpus = CORPORA.get(name)
+    if corpus is None or corpus.read is not _sentences:
+        kept = ", ".join(each.name for each in CORPORA.values() if each.read is _sentences)
+        raise NessError(f"no corpus of sentences is called {name!r}; there are {kept}")
+    rows = [row.strip() for row in _rows(packages.find(corpus.package, data))]
+    found = list(dict.fromkeys(row for row in rows if 20 <= len(row) <= 300))
     random.Random(0).shuffle(found)
     return found
 

@@ -59,4 +59,5 @@ def train(
         torch.nn.utils.clip_grad_norm_(held, _CLIP)
         optimizer.step()
         at(step)
+        model.train()
     model.eval()

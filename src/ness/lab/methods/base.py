@@ -42,6 +42,7 @@ class Context:
     device: torch.device
     watch: Stopwatch = field(default_factory=Stopwatch)  # a method may say where its time goes: `with watch.phase(…)`
     fast: bool = False  # steps run in bfloat16: see `ness.lab.gpu.amp`
+    general: Samples | None = None  # what a pretrained network could do before: unlabelled inputs to observe
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class TaskData:
     tasks: tuple[int, ...]
     train: Samples
     earlier: tuple[Samples, ...] = ()  # earlier tasks' training data; empty unless the method says it needs old data
+    valid: Samples | None = None  # of what is being learnt, to choose by
 
     @property
     def task(self) -> int:

@@ -85,7 +85,7 @@ def per_sample_fisher(model: Network, batches: Iterator[Batch], named: Mapping[s
     """Mean over samples of the squared gradient of each sample's own loss, true labels, in the model's mode."""
     total = {name: torch.zeros_like(value) for name, value in named.items()}
     coupled = any(norm.training or not norm.track_running_stats for norm in batch_norms(model))
-    squares = squares_together if coupled else squares_apart
+    squares = squares_apart if model.static and not coupled else squares_together
     count = 0
     for batch in batches:
         count += len(batch.labels)
@@ -110,7 +110,7 @@ def squares_apart(model: Network, batch: Batch, named: Mapping[str, nn.Parameter
 
 
 def squares_together(model: Network, batch: Batch, named: Mapping[str, nn.Parameter]) -> Iterator[Tensors]:
-    """The same where BatchNorm uses the batch's statistics: one forward of the batch, one backward a sample.
+    """The same where BatchNorm uses the batch's statistics, or a pass cannot be vectorised: one backward a sample.
 
     A batch of one cannot be normalised, and a sample's gradient runs through the statistics it is part of.
     """

@@ -55,17 +55,22 @@ class Ness(Method):
         super().__init__(context)
         self.own: NessSettings = context.own
         self.guard: ness.NullSpace = self._new_guard()
+        self.pretrained = context.general is not None and len(context.general) > 0
+        if self.pretrained:
+            self._observe_general()
 
     def _new_guard(self) -> "ness.NullSpace":
         return ness.NullSpace(self.model, rule=rule_of(self.own), exclude=["heads"], norm="freeze")
 
     def before_task(self, lesson: TaskData) -> None:
-        """Confines every layer of the backbone, from the second task on; the task's own head stays free."""
-        if lesson.task == 0:
+        """Confines every layer of the backbone, from the second task on, or from the first of a pretrained network."""
+        if self._free(lesson):
             return
         if self.own.statistics == "recomputed":
             self.guard = self._new_guard()
             protected = lesson.earlier[:1] if self.own.history == "first" else lesson.earlier
+            if self.pretrained:
+                self._observe_general()
             self._observe(protected)
         with self.context.watch.phase("decomposition"):
             self.guard.constrain(form=self._form(), progress=lambda *_: pause())
@@ -84,12 +89,16 @@ class Ness(Method):
 
     def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything in the first task; afterwards the layers' updates (V) and the head."""
-        return super().parameters(lesson) if lesson.task == 0 else list(self.guard.parameters())
+        return super().parameters(lesson) if self._free(lesson) else list(self.guard.parameters())
+
+    def _free(self, lesson: TaskData) -> bool:
+        """Whether nothing is to be kept yet: the first task of a network that could do nothing before."""
+        return lesson.task == 0 and not self.pretrained
 
     def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Merges the update into plain weights and takes this task's Grams; says what every layer may have lost."""
         notes: dict[str, Any] = {}
-        if lesson.task > 0:
+        if not self._free(lesson):
             self.guard.merge()
             notes["certificate"] = [certificate_row(row) for row in self.guard.certificate().rows]
         last = lesson.task == self.context.tasks - 1
@@ -97,6 +106,10 @@ class Ness(Method):
         if self.own.statistics == "kept" and wanted and not last:
             self._observe((lesson.train,))
         return notes
+
+    def _observe_general(self) -> None:
+        assert self.context.general is not None
+        self._observe((self.context.general,))
 
     def _observe(self, tasks: tuple[Samples, ...]) -> None:
         batches = observed(self.model, tasks, self.context.training, mixed=self.own.borders == "mixed")

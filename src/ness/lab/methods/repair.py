@@ -38,6 +38,9 @@ class Repair(Method):
         self.own: RepairSettings = context.own
         self.grams: dict[str, ness.Gram] = {}  # of earlier tasks' inputs, each under the weights that it ended with
         self.base: dict[str, Tensor] = {}  # the model as the task found it
+        self.pretrained = context.general is not None and len(context.general) > 0
+        if context.general is not None and self.pretrained:  # what it could do before counts as an earlier task
+            self._keep(list(observed(self.model, (context.general,), context.training, mixed=False)))
 
     def before_task(self, lesson: TaskData) -> None:
         """Keeps the weights that are to be repaired towards."""
@@ -49,7 +52,7 @@ class Repair(Method):
     def parameters(self, lesson: TaskData) -> list[nn.Parameter]:
         """Everything but the norms, which stand still from the second task on: they have no Gram."""
         trained = super().parameters(lesson)
-        if lesson.task == 0:
+        if lesson.task == 0 and not self.pretrained:
             return trained
         norms = {id(parameter) for norm in batch_norms(self.model) for parameter in norm.parameters()}
         return [parameter for parameter in trained if id(parameter) not in norms]
@@ -63,20 +66,24 @@ class Repair(Method):
     def after_task(self, lesson: TaskData) -> Mapping[str, Any]:
         """Repairs, fits the head again, and adds the task's inputs to the Grams that are kept."""
         notes: dict[str, Any] = {}
-        if lesson.task > 0:
+        if lesson.task > 0 or self.pretrained:
             with self.context.watch.phase("decomposition"):
                 notes["repair"] = self._repair(lesson)
                 pause()
                 self._refit(lesson)
         self.base = {}
         if lesson.task < self.context.tasks - 1:
-            with self.context.watch.phase("observing"):
-                guard = ness.NullSpace(self.model, exclude=["heads"])
-                guard.observe(self._batches(lesson), forward=features_of)
-                for name, gram in guard.grams.items():
-                    self.grams[name] = self.grams[name] + gram if name in self.grams else gram
+            self._keep(self._batches(lesson))
             pause()
         return notes
+
+    def _keep(self, batches: list[Any]) -> None:
+        """Adds the Grams of these inputs to those that are kept."""
+        with self.context.watch.phase("observing"):
+            guard = ness.NullSpace(self.model, exclude=["heads"])
+            guard.observe(batches, forward=features_of)
+            for name, gram in guard.grams.items():
+                self.grams[name] = self.grams[name] + gram if name in self.grams else gram
 
     def _batches(self, lesson: TaskData) -> list[Any]:
         return list(observed(self.model, (lesson.train,), self.context.training, mixed=False))
@@ -88,7 +95,7 @@ class Repair(Method):
                 self.base,
                 old=self.grams,
                 new=self._batches(lesson),
-                strength=self.own.strength * lesson.task,
+                strength=self.own.strength * (lesson.task + self.pretrained),
                 passes=self.own.passes,
                 ridge=self.own.ridge,
                 new_under=self.own.new_under,

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -39,10 +40,19 @@ class Network(nn.Module, ABC):
 
     heads: nn.ModuleList
     wires: tuple[Wire, ...] = ()  # one a layer of the shared part; a network without them cannot be gated
+    mixable: bool = True  # whether a mean of two inputs is an input
+    static: bool = True  # whether a pass reads no value on the host, so that it can be captured, or vectorised
 
     @abstractmethod
     def features(self, x: Tensor) -> Tensor:
         """What all heads read, (n, width), from images (n, c, h, w)."""
+
+    def load_pretrained(self, data: Path | None) -> None:
+        """Puts published weights in the place of the random start; most networks have none.
+
+        Args:
+            data: folder to look in first.
+        """
 
     def forward(self, x: Tensor, task: int) -> Tensor:
         """Logits (n, classes of the task)."""
@@ -120,8 +130,11 @@ def build(
     dropout: Generator,
     device: torch.device,
     channels_last: bool = False,
+    data: Path | None = None,
 ) -> Network:
     """The network on `device`: initial weights from `weights` (a CPU generator), dropout masks from `dropout`.
+
+    Published weights, where a network has them, are looked for in `data` first.
 
     Torch's global generator is neither used nor moved. With `channels_last` kernels are laid out so.
     """
@@ -129,6 +142,7 @@ def build(
         network = spec.build(shape, classes, norms)
     network.to_empty(device="cpu")
     initialise(network, weights)
+    network.load_pretrained(data)
     for module in network.modules():
         if isinstance(module, Dropout):
             module.generator = dropout

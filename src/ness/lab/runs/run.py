@@ -86,7 +86,8 @@ def run(
             name = stream.notes.get("network", job.network)  # a stream of any image size chooses by it
             network = registry.find("network", name, registry.all_networks())
             runner = runner_for(device, options.plain)
-            trainer = Trainer(job.method, network, stream, job.settings, seed, device, runner, watch, job.fast)
+            made = (job.method, network, stream, job.settings, seed, device, runner, watch, job.fast, options.data)
+            trainer = Trainer(*made)
             listen(Event("begun", {"tasks": len(stream), "lessons": len(trainer.lessons)}))
             marks = {"data": stream.fingerprint, "device": device.type}
         size = sum(parameter.numel() for parameter in trainer.context.model.parameters())
@@ -257,6 +258,7 @@ def _result(job: Job, seed: int, trainer: Trainer, stream: Stream, marks: dict[s
         "forgetting": found.forgetting,
         "learning_accuracy": found.learning,
         "forward_transfer": None,  # needs the runs of `alone`: tables and reports fill it in
+        **({} if (kept := trainer.general_ability()) is None else {"general": kept}),
         "epochs": trainer.epochs,
         "seconds": trainer.seconds,
         "total_seconds": sum(trainer.seconds),

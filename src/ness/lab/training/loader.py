@@ -104,6 +104,12 @@ def on_device(split: Split, task: Task, index: int, device: torch.device, channe
     return Samples(images, labels, index, mean, std, channels_last=channels_last)
 
 
+def unlabelled(images: Tensor, device: torch.device) -> Samples:
+    """Inputs of no task, as they enter the network."""
+    none = torch.zeros(1, 1, 1, device=device)
+    return Samples(images.to(device), torch.zeros(len(images), dtype=torch.int64, device=device), 0, none, none + 1)
+
+
 def together(parts: Sequence[Samples]) -> Samples:
     """Several tasks' samples as one set that remembers which task each sample is of."""
     first = parts[0]

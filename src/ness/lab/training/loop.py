@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,13 +15,23 @@ from ness.lab.benchmarks.base import Stream
 from ness.lab.gpu.amp import channels_last
 from ness.lab.gpu.capture import PlainRunner, Runner
 from ness.lab.gpu.coroutines import pause
+from ness.lab.language.measure import similarities_kept
 from ness.lab.methods.base import Context, Method, MethodSpec, TaskData, open_for
 from ness.lab.networks.base import Network, NetworkSpec, Norms, build
 from ness.lab.runs.environment import Stopwatch
 from ness.lab.runs.environment import together as together_in_time
 from ness.lab.runs.settings import Training, draws_validation, part_of
 from ness.lab.training.evaluate import evaluate
-from ness.lab.training.loader import LARGE_BATCH, SPLITS, Samples, SplitName, fixed_order, on_device, together
+from ness.lab.training.loader import (
+    LARGE_BATCH,
+    SPLITS,
+    Samples,
+    SplitName,
+    fixed_order,
+    on_device,
+    together,
+    unlabelled,
+)
 from ness.lab.training.seeds import Randomness
 from ness.lab.training.step import Inputs
 from ness.lab.training.task_statistics import Statistics, by_task, measuring, named, own_norms, using
@@ -56,8 +67,8 @@ class Trainer:
         runner: Runner | None = None,
         watch: Stopwatch | None = None,
         fast: bool = False,
+        data: Path | None = None,
     ) -> None:
-        self.runner = runner or PlainRunner()
         self.watch = watch or Stopwatch()
         self.spent: dict[str, float] = {}  # seconds by phase before the run was cut
         self.device = device or torch.device("cpu")
@@ -66,9 +77,17 @@ class Trainer:
         self.draws_validation = draws_validation(dataclasses.asdict(self.training))
         self.random = Randomness.of(seed, self.device)
         lying = channels_last(self.device, fast)
-        model = self._built(network, lying)
+        model = self._built(network, lying, data)
+        if self.training.mixup and not model.mixable:
+            raise NessError(f"mixup is {self.training.mixup:g}, but {network.name} reads tokens, which cannot be mixed")
         own = part_of(settings, method.settings)
-        self.context = Context(model, self.training, own, len(stream), self.random, self.device, self.watch, fast)
+        self.runner = runner if runner and model.static else PlainRunner()
+        general = None if stream.general is None else unlabelled(stream.general.known, self.device)
+        self.context = Context(
+            model, self.training, own, len(stream), self.random, self.device, self.watch, fast, general
+        )
+        self.held_out = None if stream.general is None else unlabelled(stream.general.held_out, self.device)
+        self.before = self._features_of_general()  # of the network as it came
         self.method: Method = method.build(self.context)
         self.data: dict[SplitName, list[Samples]] = {
             split: [on_device(getattr(task, split), task, i, self.device, lying) for i, task in enumerate(stream.tasks)]
@@ -91,14 +110,28 @@ class Trainer:
         self.notes: list[dict[str, Any]] = []  # what the method said about each task
         self.statistics: dict[int, Statistics] = {}  # of the norms, by task, with norm task
 
-    def _built(self, network: NetworkSpec, lying: bool) -> Network:
+    def _built(self, network: NetworkSpec, lying: bool, data: Path | None) -> Network:
         classes = [task.classes for task in self.stream.tasks]
         made = {"weights": self.random.weights, "dropout": self.random.step}
         norms: Norms = "stored" if self.training.norm == "stored" else "batch"
-        model = build(network, self.stream.shape, classes, norms, **made, device=self.device, channels_last=lying)
+        shape, device = self.stream.shape, self.device
+        model = build(network, shape, classes, norms, **made, device=device, channels_last=lying, data=data)
         if self.training.norm == "task":
             own_norms(model)  # or it is refused before any training
         return model
+
+    def general_ability(self) -> dict[str, float] | None:
+        """How alike sentences (or images) of general kind are to each other, against the network as it came."""
+        after = self._features_of_general()
+        return None if self.before is None or after is None else similarities_kept(self.before, after)
+
+    @torch.no_grad()
+    def _features_of_general(self) -> torch.Tensor | None:
+        if self.held_out is None:
+            return None
+        model = self.context.model.eval()
+        batches = self.held_out.batches(self.held_out.stored_order())
+        return torch.cat([model.features(batch.images) for batch in batches])
 
     @property
     def done(self) -> bool:
@@ -157,7 +190,8 @@ class Trainer:
         tasks = self.lessons[self.at]
         train = self.data["train"]
         earlier = tuple(train[: tasks[0]]) if self.old_data else ()
-        return TaskData(tasks, together([train[task] for task in tasks]), earlier)
+        valid = together([self.data["valid"][task] for task in tasks])
+        return TaskData(tasks, together([train[task] for task in tasks]), earlier, valid)
 
     def _name(self) -> str:
         tasks = self.lessons[self.at]

@@ -60,13 +60,13 @@ def check_images(images: Sequence[int], samples: int, layers: Layers) -> None:
 class _Collector:
     """Keeps the rows of the first `most[layer]` images of a pass."""
 
-    def __init__(self, most: dict[str, int]) -> None:
-        self.most = most
+    def __init__(self, most: dict[str, int], images: int) -> None:
+        self.most, self.images = most, images
         self.kept: dict[str, list[Tensor]] = {name: [] for name in most}
 
     def record(self, layer: Layer, rows: Rows, outputs: Tensor) -> None:
         """Add one forward call of one layer, as far as it is wanted."""
-        count = self.most[layer.name] * rows.shape[1] // len(outputs)
+        count = self.most[layer.name] * rows.shape[1] // self.images  # of sentences as many rows as that is a share
         self.kept[layer.name].append(widened(rows.detach()[:, :count], layer.fan_in, layer.width, torch.float64)[0])
 
 
@@ -84,7 +84,7 @@ def input_rows(
     pass, where it is not that of the shared weights.
     """
     most = {name: (counts[number] if counts else len(images)) for number, name in enumerate(layers)}
-    collector = _Collector(most)
+    collector = _Collector(most, len(images))
     with watching(model, layers.values(), collector.record):
         (forward or model.features)(images)
     return {name: torch.cat(kept) for name, kept in collector.kept.items()}
