@@ -63,7 +63,7 @@ class Samples:
 
     def take(self, index: Tensor) -> Batch:
         """The batch of these samples, normalised: (x/255 - mean)/std for uint8 images, float ones as they are."""
-        images = self.images[index]
+        images = self.images.index_select(0, index)  # whole images at once, which plain indexing does not see
         tasks = None if self.tasks is None else self.tasks[index]
         if images.dtype == torch.uint8:
             mean, std = (self.mean, self.std) if tasks is None else (self.mean[tasks], self.std[tasks])
