@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -289,6 +290,15 @@ def test_what_fails_is_one_line_exit_code_1_and_nothing_written(
     (folders / "empty").mkdir(exist_ok=True)
     assert main([*paths(folders, "empty", "x"), *old]) == 1
     assert "config.json" in capsys.readouterr().err
+
+    import safetensors.torch
+
+    shutil.copytree(folders / "tuned", folders / "half")
+    held = safetensors.torch.load_file(folders / "half" / "model.safetensors")
+    held.pop("model.layers.1.mlp.up_proj.weight")
+    safetensors.torch.save_file(held, folders / "half" / "model.safetensors", {"format": "pt"})
+    assert main([*paths(folders, "half", "x"), *old]) == 1
+    assert "lack 'model.layers.1.mlp.up_proj.weight'" in capsys.readouterr().err
 
     def broken(*_: Any, **__: Any) -> None:
         raise KeyboardInterrupt

@@ -79,7 +79,13 @@ def load_pair(base: str, tuned: str, dtype: torch.dtype | None = None, device: s
         adapted = _said(tuned, lambda: peft.PeftModel.from_pretrained(model, tuned))
         return Loaded(adapted.to(device).eval(), None, True, ())
     _check_model_folder(tuned)
-    after, _ = _load(tuned, None, dtype)
+    after, found = _load(tuned, None, dtype)
+    lost = sorted({*found.get("missing_keys", ()), *(entry[0] for entry in found.get("mismatched_keys", ()))})
+    if lost:
+        raise NessError(
+            f"{tuned}: its weights lack {lost[0]!r}{f' and {len(lost) - 1} more' if len(lost) > 1 else ''}, or have "
+            "them in other shapes; expected the folder that save_pretrained wrote"
+        )
     before, info = _load(base, type(after).__name__, dtype)
     if type(before) is not type(after):
         raise NessError(f"{tuned} is a {type(after).__name__} and {base} a {type(before).__name__}; expected one kind")
