@@ -5,7 +5,8 @@ BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers test-triton \
+.PHONY: help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers \
+        test-integrations test-triton \
         test-browser lint types tables bench release-checks clean
 
 help:            ## what the targets do
@@ -51,6 +52,13 @@ test-transformers: $(VENV)/.ready  ## the checks against the real transformers, 
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft accelerate
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m transformers
 
+# torchvision, which avalanche-lib lists, would bring another torch along: its tests have a stand-in for it.
+test-integrations: $(VENV)/.ready  ## the checks inside the real transformers, TRL, Lightning and Avalanche
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt transformers peft accelerate \
+	  trl lightning tensorboard
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps avalanche-lib
+	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "integrations or not slow" tests/integrations
+
 test-triton: $(VENV)/.ready     ## the GPU's kernels in Triton's interpreter, without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton
 	TRITON_INTERPRET=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 tests/lab/gpu/test_fuse.py
@@ -72,7 +80,7 @@ types: $(VENV)/.ready           ## mypy --strict over the package
 bench: $(VENV)/.ready           ## speed, as ratios measured in one run
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
-release-checks: lint types test test-transformers test-slow test-kill  ## all that is run before a release
+release-checks: lint types test test-transformers test-integrations test-slow test-kill  ## all that is run before a release
 
 clean:           ## remove what the targets made
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -316,8 +316,7 @@ def test_variations_of_the_trainer(name: str, variation: str, tmp_path: Path) ->
 
 
 @pytest.mark.integrations
-@pytest.mark.parametrize("name", ["bert", "gpt2", "llama", "t5", "vit"])
-@pytest.mark.parametrize("again", [0, 1], ids=["guard taken up", "observed again"])
+@pytest.mark.parametrize(("name", "again"), [("bert", 1), ("gpt2", 0), ("llama", 1), ("t5", 0), ("vit", 0)])
 def test_killed_processes_end_bit_equal(name: str, again: int, tmp_path: Path) -> None:
     def process(folder: str, kill_at: int, resume: int) -> int:
         path = [str(Path(ness.__file__).parents[1]), str(Path(__file__).parents[1])]

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from ness.errors import NessError
+from ness.guard import DEFAULT_RULE, NullSpace
+from ness.integrations.folders import partner
 from ness.repairing.measuring import evaluating
+from ness.rules import Rule
 from ness.statistics.recorder import device_of
 
 if TYPE_CHECKING:
     from ness.integrations.trainer_callback import GuardCallback
 
-__all__ = ["GuardCallback", "self_text"]
+__all__ = ["GuardCallback", "protect", "self_text"]
 
 
 def __getattr__(name: str) -> Any:
@@ -61,7 +66,7 @@ def self_text(
     Raises:
         NessError: the model gives no logits for a next token, or has no token that begins a text.
     """
-    _check(tokens=tokens, length=length, batch_size=batch_size)
+    _check("self_text", tokens=tokens, length=length, batch_size=batch_size)
     if isinstance(temperature, bool) or not isinstance(temperature, (int, float)) or not 0 < temperature < float("inf"):
         raise NessError(f"self_text(temperature={temperature!r}): expected a number above 0")
     if generator is not None and generator.device.type != "cpu":
@@ -82,10 +87,10 @@ def self_text(
     return batches
 
 
-def _check(**numbers: int) -> None:
+def _check(what: str, **numbers: int) -> None:
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise NessError(f"self_text({name}={value!r}): expected a whole number, at least 1")
+            raise NessError(f"{what}({name}={value!r}): expected a whole number, at least 1")
 
 
 def _token(model: nn.Module, tokenizer: Any, name: str) -> int | None:
@@ -150,3 +155,173 @@ def _write(
         if end is not None:
             alive = alive & (given[:, 0] != end)
     return {"input_ids": text, "attention_mask": torch.cat(real, dim=1)}
+
+
+def protect(
+    model: nn.Module,
+    data: Any,
+    rank: int | None = 16,
+    *,
+    processing_class: Any = None,
+    tokens: int | None = None,
+    batch_size: int = 8,
+    collate: Callable[[list[Any]], Any] | None = None,
+    rule: Rule = DEFAULT_RULE,
+    include: str | Sequence[str] | None = None,
+    exclude: str | Sequence[str] = (),
+    max_drift: float | None = None,
+    task: str | None = None,
+    generator: torch.Generator | None = None,
+    statistics_dtype: torch.dtype = torch.float64,
+    progress: Callable[[int, int | None, str], object] | None = None,
+) -> NullSpace:
+    """Observe what a model must not forget and constrain it, in one call; then train it as ever.
+
+        guard = protect(model, old_texts, rank=16, processing_class=tokenizer, tokens=20_000)
+        Trainer(model, args, train_dataset=new, callbacks=[GuardCallback(guard)]).train()
+
+    Args:
+        model: of transformers, or any module that is called with a batch.
+        data: what must not change: texts; a dataset of samples (of the `datasets` package, of torch, or a list); or a
+            DataLoader or list of batches. Labels are left out, but where a decoder reads them.
+        rank: of each layer's update; None: as wide as the free directions.
+        processing_class: the tokenizer, which reads texts and pads samples; padding is no row.
+        tokens: stop after so many real ones; None: all of the data.
+        batch_size: of a dataset's samples.
+        collate: makes a batch of a list of samples; None: as the Trainer does.
+        rule: which directions are free, as for `NullSpace`.
+        include: layers to protect, as for `NullSpace`.
+        exclude: what trains freely, as for `NullSpace`: a new head.
+        max_drift: as for `constrain`.
+        task: what begins to be learnt, as for `constrain`.
+        generator: as for `constrain`.
+        statistics_dtype: as for `NullSpace`.
+        progress: as for `observe` and `constrain`.
+
+    Returns:
+        The guard, which constrains the model.
+
+    Raises:
+        NessError: there is no data, or it cannot be made into batches; model and data are as before.
+    """
+    _check("protect", batch_size=batch_size, **({} if tokens is None else {"tokens": tokens}))
+    guard = NullSpace(model, rule=rule, include=include, exclude=exclude, statistics_dtype=statistics_dtype)
+    batches = _batches(model, data, processing_class, batch_size, collate)
+    guard.observe(_up_to(tokens, batches), progress=progress)
+    guard.constrain(rank=rank, max_drift=max_drift, task=task, generator=generator, progress=progress)
+    return guard
+
+
+def _batches(
+    model: nn.Module, data: Any, processing_class: Any, batch_size: int, collate: Callable[[list[Any]], Any] | None
+) -> Iterator[Any]:
+    """Batches that a model can be called with, of whatever data there is."""
+    if isinstance(data, (str, bytes, Tensor, Mapping)) or not (
+        isinstance(data, Iterable) or hasattr(data, "__getitem__")
+    ):
+        raise NessError(f"protect: found a {type(data).__name__}, expected texts, a dataset, or batches of samples")
+    if isinstance(data, torch.utils.data.DataLoader):
+        yield from (_with_decoder_mask(model, batch) for batch in data)
+        return
+    items = iter(data) if hasattr(data, "__iter__") else (data[index] for index in range(len(data)))
+    waiting: list[Any] = []
+    for item in items:
+        if _is_batch(item):
+            yield _with_decoder_mask(model, item)
+            continue
+        waiting.append(_sample(model, item, processing_class))
+        if len(waiting) == batch_size:
+            yield _collated(model, waiting, processing_class, collate)
+            waiting = []
+    if waiting:
+        yield _collated(model, waiting, processing_class, collate)
+
+
+def _is_batch(item: Any) -> bool:
+    """Whether an item has a dimension of samples: token ids (n, t), pixels (n, c, h, w)."""
+    if not isinstance(item, Mapping):
+        return False
+    least = {"input_ids": 2, "inputs_embeds": 3, "pixel_values": 4}
+    found = [item[key].ndim >= ndim for key, ndim in least.items() if isinstance(item.get(key), Tensor)]
+    return bool(found) and all(found)
+
+
+def _sample(model: nn.Module, item: Any, processing_class: Any) -> Any:
+    """One sample with what the model reads; a text is made into tokens."""
+    if isinstance(item, str):
+        if processing_class is None:
+            raise NessError("protect: the data are texts; expected processing_class=tokenizer beside them")
+        longest = getattr(getattr(model, "config", None), "max_position_embeddings", None)
+        return dict(processing_class(item, truncation=longest is not None, max_length=longest))
+    if not isinstance(item, Mapping):
+        return item
+    reads = set(inspect.signature(model.forward).parameters)
+    kept = {key: value for key, value in item.items() if key in reads and (key != "labels" or _reads_labels(model))}
+    if not kept:
+        raise NessError(
+            f"protect: samples have {', '.join(map(repr, item)) or 'nothing'}, and {type(model).__name__} reads "
+            f"{', '.join(list(reads)[:6])}, …; tokenize them first, or pass a DataLoader of batches"
+        )
+    return kept
+
+
+def _reads_labels(model: nn.Module) -> bool:
+    """Whether the model makes its decoder's input of the labels."""
+    return bool(getattr(getattr(model, "config", None), "is_encoder_decoder", False))
+
+
+def _collated(
+    model: nn.Module, samples: list[Any], processing_class: Any, collate: Callable[[list[Any]], Any] | None
+) -> Any:
+    if collate is None:
+        if not isinstance(samples[0], Mapping):
+            collate = torch.utils.data.default_collate
+        elif processing_class is not None and hasattr(processing_class, "pad"):
+            kinds = partner("transformers")
+            seq2seq = _reads_labels(model) and "labels" in samples[0]
+            kind = kinds.DataCollatorForSeq2Seq if seq2seq else kinds.DataCollatorWithPadding
+            collate = kind(processing_class)
+        else:
+            collate = partner("transformers").default_data_collator
+    try:
+        assert collate is not None
+        batch = collate(samples)
+    except (ValueError, RuntimeError, TypeError) as error:
+        raise NessError(
+            f"protect: {len(samples)} samples do not make a batch ({str(error).splitlines()[0]:.200}); where they are "
+            "of different lengths pass processing_class=tokenizer, which pads them, or collate="
+        ) from error
+    return _with_decoder_mask(model, batch)
+
+
+def _with_decoder_mask(model: nn.Module, batch: Any) -> Any:
+    """An encoder-decoder that reads its labels shifted to the right: where these are -100 it reads padding."""
+    if not isinstance(batch, Mapping) or not _reads_labels(model):
+        return batch
+    labels = batch.get("labels")
+    if not isinstance(labels, Tensor) or "decoder_input_ids" in batch or "decoder_attention_mask" in batch:
+        return batch
+    real = labels.ne(-100).long()
+    return {**batch, "decoder_attention_mask": torch.cat([torch.ones_like(real[:, :1]), real[:, :-1]], dim=1)}
+
+
+def _up_to(tokens: int | None, batches: Iterator[Any]) -> Iterator[Any]:
+    """Batches until so many tokens were in them."""
+    seen = 0
+    for batch in batches:
+        yield batch
+        if tokens is not None:
+            seen += _tokens_in(batch)
+            if seen >= tokens:
+                return
+
+
+def _tokens_in(batch: Any) -> int:
+    if isinstance(batch, Mapping):
+        mask = batch.get("attention_mask")
+        if isinstance(mask, Tensor):
+            return int(mask.sum())
+        ids = batch.get("input_ids")
+        if isinstance(ids, Tensor):
+            return ids.numel()
+    raise NessError("protect(tokens=...): the batches have no input_ids to count; leave tokens out")

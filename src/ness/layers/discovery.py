@@ -15,6 +15,11 @@ from ness.layers.norms import norm_modules
 from ness.layers.ties import holders_of, join, memory, refuse_named_ties, say_ties
 
 REAL = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
+#: Layers whose weights are packed, by the names of their classes: of bitsandbytes, GPTQ, AWQ, HQQ, EETQ, quanto, torch.
+QUANTISED = {
+    "Linear4bit", "LinearFP4", "LinearNF4", "Linear8bitLt", "QuantLinear", "WQLinear_GEMM", "WQLinear_GEMV",
+    "HQQLinear", "EetqLinear", "QLinear", "FbgemmFp8Linear", "FP8Linear",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -145,6 +150,12 @@ def _layers(
     for name, module in modules.items():
         if name in excluded or module in claimed:
             continue
+        if _quantised(module):
+            skipped[name] = (
+                f"{type(module).__name__} has quantised weights, to which no update can be added; load the model in "
+                "bfloat16 or float32 to train it"
+            )
+            continue
         found = layers_of(name, module)
         claimed.update(layer.module for layer in found if isinstance(layer, AttentionOutput))
         for layer in (layer for layer in found if layer.name not in excluded):
@@ -157,6 +168,13 @@ def _layers(
         if not found and name not in norms and (own or hasattr(module, "parametrizations")):
             skipped[name] = _why_not(module, own)
     return layers, skipped
+
+
+def _quantised(module: nn.Module) -> bool:
+    """Whether a layer keeps its weights packed: by the name of its class, or of its weight's."""
+    weight = module._parameters.get("weight")
+    kinds = {kind.__name__ for kind in type(module).__mro__}
+    return bool(kinds & QUANTISED) or type(weight).__module__.partition(".")[0] in ("bitsandbytes", "torchao")
 
 
 def _why_not(module: nn.Module, own: list[str]) -> str:
