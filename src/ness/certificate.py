@@ -43,6 +43,9 @@ class LargestDrift(float):
         return format(float(self), spec) if spec else str(self)
 
 
+WIDTH = 80  # columns of a terminal
+
+
 @dataclass(frozen=True)
 class CertificateRow:
     """One layer. Figures of grouped layers are the root-sum-square of their groups'.
@@ -143,7 +146,7 @@ class Certificate:
     def __str__(self) -> str:
         heads = self._heads()
         body = [[_cell(getattr(row, head)) for head in heads] for row in self.rows]
-        lines = [*_aligned([[head.replace("_", " ") for head in heads], *body]), ""]
+        lines = [*_within([[head.replace("_", " ") for head in heads], *body]), ""]
         lines.append(self.verdict)
         if not self.holds:
             lines.append(
@@ -177,6 +180,19 @@ def _cell(value: str | int | float | None) -> str:
     if isinstance(value, str):
         return value or "(model)"
     return str(value) if isinstance(value, int) else f"{value:.3g}"
+
+
+def _within(table: list[list[str]]) -> list[str]:
+    """Columns of equal width in WIDTH columns of text: heads are folded, a name too long has a line of its own."""
+    plain = _aligned(table)
+    if len(plain[0]) <= WIDTH:
+        return plain
+    heads = [head.rsplit(" ", 1) if " " in head else ["", head] for head in table[0]]
+    folded = [[first for first, _ in heads], [last for _, last in heads], *table[1:]]
+    room = max(0, WIDTH - sum(2 + max(len(line[i]) for line in folded) for i in range(1, len(heads))))
+    lines = _aligned([[line[0] if len(line[0]) <= room else "", *line[1:]] for line in folded])
+    names = [[line[0]] if len(line[0]) > room else [] for line in folded]
+    return [text for name, line in zip(names, lines, strict=True) for text in [*name, line]]
 
 
 def _aligned(table: list[list[str]]) -> list[str]:

@@ -1,6 +1,8 @@
 """`ness list methods`: what every method keeps, and how much of it on CIFAR-100's AlexNet, computed."""
 
-from ness.cli.list import amount, methods, sizes_on
+import pytest
+
+from ness.cli.list import amount, benchmarks, methods, sizes_on
 from ness.lab import registry
 
 
@@ -24,7 +26,14 @@ def test_amounts_follow_from_the_sizes() -> None:
     assert amount(known["joint"], sizes) == ""
 
 
-def test_every_method_has_a_line_with_its_paper_and_what_it_keeps() -> None:
+def test_the_lists_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    for text in (methods(), benchmarks()):
+        assert max(map(len, text.splitlines())) <= 80
+
+
+def test_every_method_has_a_line_with_its_paper_and_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "400")
     lines = {line.split()[0]: line for line in methods().splitlines() if line}
     for name, spec in registry.all_methods().items():
         assert spec.keeps in lines[name]

@@ -19,6 +19,12 @@ def _known(monkeypatch, tmp_path: Path) -> None:
     monkeypatch.chdir(tmp_path)
 
 
+@pytest.fixture(autouse=True)
+def wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is folded."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+
 def test_what_is_done_runs_and_is_left() -> None:
     runs = [Standing(RunRequest("f", "b", "ness", "fixed lr=1", seed, 2, 4), "waiting") for seed in range(9)]
     past = History(((90.0,),), (4,), (8.0,), 2, 81.25, 0.0)

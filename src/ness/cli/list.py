@@ -12,7 +12,7 @@ from ness.lab import registry
 from ness.lab.methods.base import MethodSpec, Sizes, sizes_of
 from ness.lab.runs.jobs import resolve
 from ness.lab.runs.settings import part_of
-from ness.report.formats import aligned
+from ness.report.formats import aligned, terminal_width
 
 SHOWN, IMAGE, CLASSES = "cifar100", (3, 32, 32), 10  # where the amount that is kept is shown: AlexNet
 
@@ -44,7 +44,7 @@ def methods() -> str:
         old = without if needs is None else "yes" if needs(spec.settings()) else "by setting"
         source = f"{spec.paper} ({spec.year})" if spec.paper else ""
         lines.append((name, spec.title, spec.keeps, amount(spec, sizes), old, source))
-    return aligned(lines)
+    return aligned(lines, terminal_width(), ("from",))
 
 
 def amount(spec: MethodSpec, sizes: Sizes) -> str:
@@ -69,4 +69,4 @@ def benchmarks() -> str:
     lines = [("benchmark", "what it is", "tasks", "network")]
     for name, bench in sorted(registry.all_benchmarks().items()):
         lines.append((name, bench.title, str(bench.tasks or "by the data"), bench.network))
-    return aligned(lines)
+    return aligned(lines, terminal_width())

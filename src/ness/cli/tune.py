@@ -21,7 +21,7 @@ from ness.lab.runs.settings import setting
 from ness.lab.runs.sweep import Grid
 from ness.lab.runs.tune import Trial, as_toml, choose, combinations, pareto, parse_over, trial
 from ness.lab.training.loop import Event
-from ness.report.formats import aligned
+from ness.report.formats import aligned, terminal_width
 from ness.report.number_format import number
 
 ABOUT = """Try a grid of settings and write the best to a TOML file, without looking at test data.
@@ -141,7 +141,7 @@ def table(tried: Sequence[Trial], chosen: Trial) -> str:
         mark = "chosen" if one is chosen else "front" if one in front else ""
         acc, bwt = number((one.acc, one.acc_std)), number((one.bwt, one.bwt_std), signed=True)
         lines.append((*(str(one.values[name]) for name in names), acc, bwt, mark))
-    return aligned(lines)
+    return aligned(lines, terminal_width())
 
 
 def write(path: Path, request: Request, chosen: Trial) -> None:

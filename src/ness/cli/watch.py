@@ -19,7 +19,7 @@ from ness.cli.main import WrongUse
 from ness.errors import NessError, printable
 from ness.lab.runs.status import Standing, State, StatusMonitor, time_left
 from ness.report.formats import HEADER as HEAD_OF_TABLE
-from ness.report.formats import aligned, cells
+from ness.report.formats import LEAST_WANTED, aligned, cells, terminal_width
 from ness.report.number_format import duration
 from ness.report.records import Record, from_result
 from ness.report.table import rows
@@ -82,7 +82,7 @@ def screen(found: Sequence[Standing], height: int | None = None) -> str:
     room = len(pending) if height is None else max(3, height - table.count("\n") - 6)
     parts = [headline(found)]
     if pending:
-        parts.append(aligned([HEADER, *(line(one) for one in pending[:room])]))
+        parts.append(aligned([HEADER, *(line(one) for one in pending[:room])], terminal_width()))
         if len(pending) > room:
             parts.append(f"… and {len(pending) - room} more\n")
     notes = "".join(f"{printable(one.note)}\n" for one in found if one.note)
@@ -137,7 +137,7 @@ def results(found: Sequence[Standing]) -> str:
             with contextlib.suppress(NessError):
                 records.append(from_result(one.result, one.asked.folder))
     narrow = [(*line[:6], line[9]) for line in (HEAD_OF_TABLE, *(cells(row) for row in rows(records)))]
-    return aligned(narrow) if records else ""
+    return aligned(narrow, terminal_width(), LEAST_WANTED) if records else ""
 
 
 def bar(share: float, width: int = 20) -> str:

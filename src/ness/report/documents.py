@@ -28,6 +28,7 @@ from ness.report.formats import NOT_RUN, pipes
 from ness.report.number_format import number, printed
 from ness.report.records import Record
 from ness.report.storage_cost import most_kept
+from ness.report.table import Row
 
 BEGIN = re.compile(r"<!-- (?P<kind>rows|study|picture): (?P<words>\S+( \S+)*) -->")
 END = re.compile(r"<!-- end (?P<kind>rows|study|picture) -->")
@@ -83,6 +84,13 @@ def _minus(text: str) -> str:
     return text.replace("-", "−")
 
 
+def _seconds(row: Row) -> str:
+    """Seconds of a run, and of which device."""
+    if row.seconds is None:
+        return ""
+    return f"{row.seconds[0]:.0f}{f' ({row.device})' if row.device else ''}"
+
+
 COLUMNS: Mapping[str, Column] = {
     "benchmark": Column("benchmark", lambda one: one.row.benchmark, False),
     "setting": Column("setting", lambda one: one.row.setting, False),
@@ -93,7 +101,7 @@ COLUMNS: Mapping[str, Column] = {
     "forgetting": Column("forgetting", lambda one: _minus(number(one.row.forgetting))),
     "paper-acc": Column("paper's ACC", lambda one: printed(one.row.paper.acc) if one.row.paper else ""),
     "paper-bwt": Column("paper's BWT", lambda one: _minus(printed(one.row.paper.bwt, True)) if one.row.paper else ""),
-    "seconds": Column("seconds", lambda one: "" if one.row.seconds is None else f"{one.row.seconds[0]:.0f}"),
+    "seconds": Column("seconds", lambda one: _seconds(one.row)),
     "kept": Column("numbers a task keeps", _kept),
     "spearman": Column("Spearman", lambda one: _general(one, "spearman")),
     "overlap": Column("top-10 overlap", lambda one: _general(one, "overlap")),
