@@ -7,7 +7,7 @@ ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers \
         test-integrations test-triton \
-        test-browser lint types tables bench release-checks clean
+        test-browser lint types tables bench docs release-checks clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
@@ -71,6 +71,10 @@ lint: $(VENV)/.ready            ## ruff: style and format
 	$(BIN)/python -m ruff check .
 	$(BIN)/python -m ruff format --check .
 
+docs: $(VENV)/.ready            ## the documentation site, into site/; warnings are errors
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 tables: $(VENV)/.ready          ## make the tables and pictures in README.md and docs/ anew from results/
 	$(BIN)/python -m ness.report.documents README.md docs/*.md
 
@@ -80,7 +84,7 @@ types: $(VENV)/.ready           ## mypy --strict over the package
 bench: $(VENV)/.ready           ## speed, as ratios measured in one run
 	for script in benchmarks/*.py; do $(BIN)/python $$script || exit 1; done
 
-release-checks: lint types test test-transformers test-integrations test-slow test-kill  ## all that is run before a release
+release-checks: lint types docs test test-transformers test-integrations test-slow test-kill  ## all that is run before a release
 
 clean:           ## remove what the targets made
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist site .pytest_cache .mypy_cache .ruff_cache .hypothesis
