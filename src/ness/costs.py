@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -33,7 +33,7 @@ class CostRow:
     outputs: int  # o, of a group
     fan_in: int  # d, of a group
     layers: int
-    statistics: int  # Grams in float64, a little more than half of each, and the weights they were taken under
+    statistics: int  # Grams, a little more than half of each, and the weights they were taken under
     bases: int  # what confines the updates, kept beside the model while training
     updates: int  # the trained parameters; gradients take as much again while a step runs
     optimizer: int  # two moments a parameter, as Adam keeps
@@ -185,6 +185,8 @@ def cost(
     bias: str = "constrain",
     relative: bool = False,
     rate: float = RATE,
+    shared: Sequence[Sequence[str]] = (),
+    statistics_dtype: torch.dtype = torch.float64,
 ) -> Cost:
     """What guarding `model` will take: counted from shapes, so a model on the meta device is enough.
 
@@ -203,6 +205,10 @@ def cost(
         bias: as of `NullSpace`.
         relative: count what `Within` keeps: moments of the finished tasks beside those of all rows.
         rate: FLOPs a second in float64 that hours are counted at.
+        shared: layers that read one tensor, by the last part of their names: `[("q_proj", "k_proj", "v_proj")]`. In
+            each module that holds several of them they then count as one Gram and, but for `relative`, one
+            decomposition. Shapes do not tell: by default every layer counts.
+        statistics_dtype: as of `NullSpace`.
 
     Returns:
         Bytes, FLOPs and hours, per kind and shape of layer and in all; `print` it for a table.
@@ -223,8 +229,10 @@ def cost(
     for layer in found.layers.values():
         key = layer.kind, layer.groups, layer.outputs, layer.fan_in, layer.bias is not None, layer.weight.dtype
         alike.setdefault(key, []).append(layer)
-    rows = tuple(_row(layers, rank, free, bias, relative) for layers in alike.values())
+    also = _also_read(found.layers, shared)
+    rows = tuple(_row(layers, rank, free, bias, relative, also, statistics_dtype) for layers in alike.values())
     layers = list(found.layers.values())
+    distinct = [layer for layer in layers if layer.name not in also]
     return Cost(
         rows=rows,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -233,18 +241,42 @@ def cost(
         rank=rank,
         free=free,
         rate=float(rate),
-        decompositions=sum(row.decomposition * row.layers for row in rows),
+        decompositions=sum(_flops(layer, bias) for layer in (layers if relative else distinct)),
         largest=max(_decomposed(layer, bias) for layer in layers),
         forward_flops=float(sum(2 * layer.groups * layer.outputs * layer.fan_in for layer in layers)),
-        gram_flops=float(sum(layer.groups * layer.width * (layer.width + 1) for layer in layers)),
+        gram_flops=float(sum(layer.groups * layer.width * (layer.width + 1) for layer in distinct)),
     )
+
+
+def _also_read(layers: Mapping[str, Layer], shared: Sequence[Sequence[str]]) -> set[str]:
+    """Layers that read what another one reads, which is the one that counts."""
+    first: dict[tuple[str, int, int], str] = {}
+    also: set[str] = set()
+    for name, layer in layers.items():
+        parent, _, last = name.rpartition(".")
+        for number, names in enumerate(shared):
+            if last in names and first.setdefault((parent, number, layer.width), name) != name:
+                also.add(name)
+    return also
+
+
+def _flops(layer: Layer, bias: str) -> float:
+    return float(EIGEN * layer.groups * _decomposed(layer, bias) ** 3)
 
 
 def _decomposed(layer: Layer, bias: str) -> int:
     return layer.width if bias == "constrain" else layer.fan_in
 
 
-def _row(layers: Sequence[Layer], rank: int | None, free: float | None, bias: str, relative: bool) -> CostRow:
+def _row(
+    layers: Sequence[Layer],
+    rank: int | None,
+    free: float | None,
+    bias: str,
+    relative: bool,
+    also: Collection[str],
+    dtype: torch.dtype,
+) -> CostRow:
     layer, many = layers[0], len(layers)
     groups, outputs, width = layer.groups, layer.outputs, layer.width
     wide = max(FLOAT32, layer.weight.element_size())
@@ -266,24 +298,24 @@ def _row(layers: Sequence[Layer], rank: int | None, free: float | None, bias: st
         outputs=outputs,
         fan_in=layer.fan_in,
         layers=many,
-        statistics=many * statistics_of(layer, relative),
+        statistics=sum(statistics_of(each, relative, dtype, own=each.name not in also) for each in layers),
         bases=many * groups * basis * wide,
         updates=many * groups * update * wide,
         optimizer=2 * many * groups * update * wide,
-        decomposition=float(EIGEN * groups * size_of**3),
+        decomposition=_flops(layer, bias),
         repair=many * KEPT * groups * width**2,
     )
 
 
-def statistics_of(layer: Layer, relative: bool = False) -> int:
-    """Bytes of one layer's statistics once it is observed: its Gram in strips and its sums in float64, and the anchor.
+def statistics_of(layer: Layer, relative: bool = False, dtype: torch.dtype = torch.float64, own: bool = True) -> int:
+    """Bytes of one layer's statistics once it is observed: its Gram in strips, its sums in float64, and the anchor.
 
     Layers that read one tensor (q, k and v) share a Gram, which shapes do not tell: so this is the most. From the first
     merge on there is a cross moment (o, d) besides. A relative rule keeps a second Gram from the second task on, and
     while that one is observed a third.
     """
     groups, outputs, width = layer.groups, layer.outputs, layer.width
-    moments = FLOAT64 * (groups * strip_entries(width) + groups + 1)
+    moments = dtype.itemsize * groups * strip_entries(width) * own + FLOAT64 * (groups + 1)
     anchor = layer.weight.element_size() * groups * outputs * width
     return moments * (2 if relative else 1) + anchor
 

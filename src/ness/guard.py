@@ -194,6 +194,8 @@ class NullSpace(Observes, Exports):
         rank: int | None = None,
         generator: torch.Generator | None = None,
         progress: Progress | None = None,
+        new: Any = None,
+        forward: Forward | None = None,
     ) -> None:
         """Freeze the model and give each layer a trainable update in its free directions, zero at the start.
 
@@ -218,6 +220,9 @@ class NullSpace(Observes, Exports):
             progress: `progress(done, total, name)` is called after each layer that is decomposed, which takes long; a
                 function with a parameter `seconds_left` gets that too, from the time so far and d³ of each layer. The
                 model is untouched until the last. Under torch.distributed all calls come at the end.
+            new: some batches of the new task, as for `observe`. B then starts along the free directions that they use
+                most, instead of at random; it takes a Gram a layer in float32 for as long as `constrain` runs.
+            forward: as for `observe`, for those batches.
 
         Raises:
             NessError: nothing was observed, the options do not fit, or the model is constrained already. Then, and
@@ -230,7 +235,7 @@ class NullSpace(Observes, Exports):
         >>> {name: tuple(p.shape) for name, p in guard.model.named_parameters() if name.startswith("0.ness")}
         {'0.ness_weight': (1, 4, 2), '0.ness_weight_down': (1, 2, 8)}
         """
-        constrain(self, Options(form, max_drift, task, private, rank, generator), progress)
+        constrain(self, Options(form, max_drift, task, private, rank, generator, new, forward), progress)
 
     # -- certify ----------------------------------------------------------------------------------------------------
 

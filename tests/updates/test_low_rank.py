@@ -380,3 +380,73 @@ def test_half_precision_models_train_in_float32_and_merge_once() -> None:
     guard.merge()
     assert model.layer.weight.dtype == torch.bfloat16  # type: ignore[union-attr]
     assert guard.certificate().holds
+
+
+# -- the start that looks at the new task's inputs ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", [ness.Rank(20), ness.Soft(ness.Nuclear(0.05))], ids=["hard", "soft"])
+def test_b_can_start_along_the_free_directions_that_new_inputs_use_most(rule: ness.Rule) -> None:
+    torch.manual_seed(7)
+    model = named(layer=nn.Linear(32, 9)).double()
+    old = torch.randn(100, 32).double() * torch.logspace(0, -4, 32).double()
+    new = torch.randn(50, 32).double() * torch.linspace(0.1, 3, 32).double()
+    guard = ness.NullSpace(model, rule=rule)
+    guard.observe(old)
+    before, count = model(new), guard.grams["layer"].count
+    guard.constrain(rank=3, new=[new[:20], new[20:]])
+    assert torch.equal(model(new), before)
+    assert guard.grams["layer"].count == count  # the new task is not observed by it
+    update = update_of(guard, "layer")
+    m = update.directions()[0, :32, :32]
+    seen = m @ new.T @ new @ m
+    best = torch.linalg.eigvalsh(seen)[-3:].sum()
+    rows = update.down.detach()[0]
+    assert torch.allclose(rows.norm(dim=-1), rows.new_full((3,), 1 / 3**0.5), rtol=0.2)  # as long as LoRA draws them
+    unit = rows / rows.norm(dim=-1, keepdim=True)
+    assert float((unit @ seen @ unit.T).trace()) > 0.9 * float(best)
+    train(model, torch.optim.AdamW(guard.parameters(), lr=0.01), new)
+    guard.merge()
+    assert guard.certificate().holds
+
+
+def test_new_inputs_are_for_low_rank_alone_and_what_fails_changes_nothing() -> None:
+    _, guard, _, new = mlp()
+    with pytest.raises(ness.NessError, match=r"constrain\(new=...\): only an update of low rank"):
+        guard.constrain(new=new)
+    with pytest.raises(ness.NessError, match="NaN"):
+        guard.constrain(rank=4, new=new * torch.nan)
+    assert not guard.constrained
+    guard.constrain(rank=4, new=new)
+    assert isinstance(update_of(guard, "trunk.0"), LowRankUpdate)
+
+
+def test_layers_that_share_a_gram_are_decomposed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ness.updates.layer_state import LayerState
+
+    class Heads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.q, self.k, self.v = (nn.Linear(24, n, bias=False) for n in (8, 6, 24))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.v(x) + (self.q(x).sum(-1) + self.k(x).sum(-1)).unsqueeze(-1)
+
+    torch.manual_seed(8)
+    model, calls, spectrum = named(heads=Heads()), [], LayerState.spectrum
+
+    def counted(self: LayerState, *args: Any) -> Any:
+        calls.append(self.layer.name)
+        return spectrum(self, *args)
+
+    monkeypatch.setattr(LayerState, "spectrum", counted)
+    guard, witness = ness.NullSpace(model, rule=ness.Rank(10)), Witness(model)
+    witness.observe(guard, [torch.randn(60, 24)])
+    told: list[Any] = []
+    guard.constrain(rank=2, progress=lambda *what: told.append(what))
+    assert calls == ["heads.q"]
+    assert [name for _, _, name in told] == ["heads.q", "heads.k", "heads.v"]
+    train(model, torch.optim.AdamW(guard.parameters(), lr=0.02), torch.randn(20, 24))
+    check_promise(guard, witness, torch.finfo(torch.float32).eps)
+    guard.merge()
+    check_promise(guard, witness, torch.finfo(torch.float32).eps)

@@ -18,6 +18,7 @@ from ness._precision import full_precision, product
 from ness.layers import Layer
 from ness.updates.update import DRIFT_MARGIN, Projector, Update, Way
 
+ITERATIONS = 8  # of the search for the directions that new inputs use most; a start need not be exact
 DOWN = "_down"  # B is registered in its module under the name of A and this
 
 
@@ -36,19 +37,33 @@ def cheapest_way_of_rank(layer: Layer, rows: float, rank: int) -> Way:
     return "factored" if layer.apply is not None and factored < weight else "weight"
 
 
-def start_of_rows(shape: tuple[int, int, int], free: Projector, generator: torch.Generator | None) -> Tensor:
+def start_of_rows(
+    shape: tuple[int, int, int], free: Projector, generator: torch.Generator | None, new: Tensor | None = None
+) -> Tensor:
     """B (groups, r, d) as LoRA draws it, uniform within ±1/√d, projected on the free directions.
 
-    Each row keeps the length it was drawn with, so that a layer with few free directions starts no slower.
+    Each row keeps the length it was drawn with, so that a layer with few free directions starts no slower. With the
+    Gram (groups, d, d) of new inputs rows are of that length too, along the free directions that those inputs use most.
     """
     groups, rank, width = shape
     device = torch.device("cpu") if generator is None else generator.device
     drawn = torch.rand(groups, rank, width, generator=generator, device=device) * 2 - 1
     drawn = (drawn / math.sqrt(width)).to(free.matrix)
-    inside = free.rows(drawn)
+    inside = free.rows(drawn) if new is None else _used_most(drawn, free, new.to(drawn))
     length = torch.linalg.vector_norm(inside, dim=-1, keepdim=True)
     longer = torch.linalg.vector_norm(drawn, dim=-1, keepdim=True) / length
     return inside * torch.where(length > 0, longer, 0.0)
+
+
+def _used_most(drawn: Tensor, free: Projector, new: Tensor) -> Tensor:
+    """Rows (groups, r, d): the strongest eigenvectors of M C M, by subspace iteration from what was drawn."""
+    found = free.rows(drawn)
+    for _ in range(ITERATIONS):
+        found = torch.linalg.qr(free.rows(free.rows(found) @ new).mT).Q.mT
+    inside = free.rows(found)
+    _, mixing = torch.linalg.eigh(inside @ new @ inside.mT)
+    strongest: Tensor = mixing.flip(-1).mT @ inside
+    return strongest
 
 
 class LowRankUpdate(Update):

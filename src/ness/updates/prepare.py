@@ -22,6 +22,7 @@ def prepare(
     bias: str,
     rank: int | None = None,
     generator: torch.Generator | None = None,
+    new: Tensor | None = None,
 ) -> Constraint:
     """The constraint of one task: B = S [Q diag(s), K], and the cheapest update on it.
 
@@ -33,6 +34,7 @@ def prepare(
         bias: "constrain" or "freeze".
         rank: the update's own rank r, at most the free directions there are; None: as wide as they are.
         generator: draws the start of a low-rank update.
+        new: the Gram of the inputs it starts from, if any, in the weights' own coordinates.
 
     Returns:
         The constraint; its update is None where nothing is free.
@@ -53,7 +55,7 @@ def prepare(
         sigma = _sigma_beside(state.scaled(state.moments.gram.matrix, bias), spectrum, selection, layer.width)
     unscaled, held = q[..., :0], state.held_directions(bias)
     if rank is not None and of_rank:
-        update: Update = _low_rank(state, spectrum, selection, k, rank, generator)
+        update: Update = _low_rank(state, spectrum, selection, k, rank, generator, new)
     else:
         dtype = torch.promote_types(layer.weight.dtype, torch.float32)
         chosen = chosen_columns(q * s.unsqueeze(-2), s > 0, layer.width)
@@ -107,6 +109,7 @@ def _low_rank(
     private: Tensor,
     rank: int,
     generator: torch.Generator | None,
+    new: Tensor | None,
 ) -> LowRankUpdate:
     """The update A B M; its bias is frozen, so that rows end at d."""
     layer, device = state.layer, state.layer.weight.device
@@ -124,7 +127,8 @@ def _low_rank(
     else:  # the dominant part alone: free is whatever it does not hold
         free = Projector("complement", outside, ones, hard)
     rank = min(rank, free_directions(selection))
-    down = start_of_rows((layer.groups, rank, layer.fan_in), free, generator)
+    seen = None if new is None else new[..., : layer.fan_in, : layer.fan_in]
+    down = start_of_rows((layer.groups, rank, layer.fan_in), free, generator, seen)
     way = cheapest_way_of_rank(layer, _rows_a_call(state), rank + kept.shape[-1])
     return LowRankUpdate(layer, way, free, down, kept.to(device, dtype))
 

@@ -62,7 +62,7 @@ def refuse_sharded(model: nn.Module, verb: str, way_out: str) -> None:
 
 
 def check_constrain_options(
-    form: str, max_drift: float | None, rank: int | None, generator: torch.Generator | None
+    form: str, max_drift: float | None, rank: int | None, generator: torch.Generator | None, new: object = None
 ) -> None:
     """Refuse what `constrain(...)` cannot work with, whatever the guard's state."""
     if form not in ("any", "sgd"):
@@ -82,3 +82,5 @@ def check_constrain_options(
         raise NessError(f"constrain(generator={generator!r}): expected a torch.Generator, or None for torch's own")
     if generator is not None and rank is None:
         raise NessError("constrain(generator=...): only an update of low rank is drawn; give rank=r too")
+    if new is not None and rank is None:
+        raise NessError("constrain(new=...): only an update of low rank has a start to choose; give rank=r too")

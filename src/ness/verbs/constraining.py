@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Generator
@@ -14,6 +16,8 @@ from ness.errors import NessError, warn
 from ness.layers.names import listed
 from ness.layers.norms import affine_parameters, read_norms
 from ness.rules import Rank, Rule, Selection
+from ness.statistics.gram import Gram
+from ness.statistics.recorder import Forward
 from ness.statistics.spectrum import Spectrum
 from ness.updates.constraint import Constraint
 from ness.updates.install import is_constrained
@@ -41,6 +45,8 @@ class Options:
     private: int = 0
     rank: int | None = None
     generator: Generator | None = None
+    new: Any = None  # batches that a low-rank update starts from
+    forward: Forward | None = None
 
     def bias(self, guard: NullSpace) -> str:
         """What biases do: an adapter has none, so beside an update of low rank they are frozen."""
@@ -54,6 +60,7 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
     states = distributed.together(lambda: _begun(guard))
     wanted, idle = _layers_to_constrain(guard, states)
     before = _stamp(guard)
+    new = _new_grams(guard, options)
     spectra: dict[str, Spectrum] = {}
     if distributed.active():  # ranks agree on an error of any of them at the end, so none may stop before
         spectra = distributed.together(lambda: dict(_spectra(guard, wanted, options, None)))
@@ -76,7 +83,8 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
         warn(doubt)
     about = options.form, options.bias(guard), options.rank, options.generator
     constraints = {
-        name: prepare(states[name], spectra[name], selection, *about) for name, selection in selections.items()
+        name: prepare(states[name], spectra[name], selection, *about, new=new[name].matrix if new[name].count else None)
+        for name, selection in selections.items()
     }
     _share_start(constraints)
     if options.max_drift is not None:
@@ -95,11 +103,23 @@ def constrain(guard: NullSpace, options: Options, progress: Progress | None) -> 
     enter(guard, states, tasks, options.form, writes, {"_idle": idle})
 
 
+def _new_grams(guard: NullSpace, options: Options) -> Mapping[str, Gram]:
+    """What each layer reads of the new task's batches; nothing where none are given."""
+    if options.new is None:
+        return defaultdict(lambda: Gram.zeros(1, 1))
+    kept = torch.float32
+    scout = type(guard)(guard.model, include=guard.include, exclude=guard.exclude, statistics_dtype=kept)
+    scout.statistics_device, scout._statistics_folder = guard.statistics_device, guard._statistics_folder
+    scout.observe(options.new, options.forward)
+    reduce(scout)
+    return defaultdict(lambda: Gram.zeros(1, 1), scout.grams)
+
+
 def check_constrain(guard: NullSpace, options: Options) -> None:
     """Refuse what `constrain` cannot do with this guard and these options now."""
     task = options.task
     refuse_sharded(guard.model, "constrain", "constrain first, then shard: observe(), constrain(), fully_shard()")
-    check_constrain_options(options.form, options.max_drift, options.rank, options.generator)
+    check_constrain_options(options.form, options.max_drift, options.rank, options.generator, options.new)
     check_private(options.private, task, {name: layer.fan_in for name, layer in guard._found.layers.items()})
     if guard.constrained:
         raise NessError("constrain: already constrained; call merge() or discard() first")
@@ -166,10 +186,25 @@ def _spectra(
         decompose = state.spectrum if distributed.on_rank_zero() else state.no_spectrum
         return lambda: decompose(options.bias(guard), capped(options.private, state.layer.fan_in), rule)
 
-    work = {name: work_on(state) for name, state in wanted.items()}
+    first: dict[tuple[int, bool], str] = {}
+    work, done = {}, dict[str, Spectrum]()
+    for name, state in wanted.items():
+        work[name] = work_on(state)
+        if not distributed.active() and not options.private and state.relative is None:  # q, k and v share a Gram
+            like = first.setdefault((id(state.moments.gram), state.layer.bias is None), name)
+            if like != name:
+                work[name] = partial(_of_layer, done, like, state.layer.outputs)
     on_cpu = {name: state.moments.gram.device.type == "cpu" for name, state in wanted.items()}
-    widths = {name: state.layer.width if on_cpu[name] else 0 for name, state in wanted.items()}
-    return side_by_side(work, widths, progress)
+    alone = {name for name in wanted if not on_cpu[name] or isinstance(work[name], partial)}
+    widths = {name: 0 if name in alone else state.layer.width for name, state in wanted.items()}
+    for name, spectrum in side_by_side(work, widths, progress):
+        done[name] = spectrum
+        yield name, spectrum
+
+
+def _of_layer(done: Mapping[str, Spectrum], like: str, outputs: int) -> Spectrum:
+    """The spectrum of another layer that reads the same inputs, for a layer of so many outputs."""
+    return replace(done[like], outputs=outputs)
 
 
 def _warnings(guard: NullSpace, spectra: Mapping[str, Spectrum], private: int) -> Iterator[str]:
