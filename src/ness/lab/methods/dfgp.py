@@ -11,9 +11,10 @@ import torch
 from torch import Generator, Tensor, nn
 from torch.nn import functional as F
 
+from ness.errors import NessError
 from ness.lab.gpu.fuse import on_gpu
 from ness.lab.methods._projection.project import ADAM, sam_revision
-from ness.lab.methods.base import Method, MethodSpec, clear
+from ness.lab.methods.base import Context, Method, MethodSpec, clear
 from ness.lab.methods.gpm import COMMON, Gpm, GpmSettings, check, kept_at_most
 from ness.lab.networks.norms import in_parts, takes_parts, without_update
 from ness.lab.runs.settings import check_ranges, setting
@@ -79,6 +80,13 @@ class Dfgp(Gpm):
     """min_w max_{‖e‖≤ρ, λ} L(x; w+e) + w_mix·L(x̃_λ; w+e), its gradient projected as in GPM."""
 
     by_rows = True
+
+    def __init__(self, context: Context) -> None:
+        super().__init__(context)
+        if self.own.mixing != "none" and not self.model.mixable:
+            raise NessError(
+                "dfgp mixes inputs, and this network reads tokens, which cannot be mixed; set mixing to none"
+            )
 
     def gradients(self, batch: Batch, trained: Sequence[nn.Parameter], *, sam: bool) -> Tensor:
         """The gradient at the worst shares nearby and, with SAM, at the worst weights nearby too."""

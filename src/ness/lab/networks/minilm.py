@@ -1,5 +1,6 @@
 """MiniLM: a small pretrained sentence encoder; its linear layers train, embeddings and norms stay as they came."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,8 +52,9 @@ class _Block(nn.Module):
     def forward(self, rows: Tensor, places: Tensor, real: Tensor) -> Tensor:
         """Rows (tokens, width) of the real tokens alone, which are at `places` of the flattened (n, t) `real`."""
         query, key, value = (self._padded(layer(rows), places, real) for layer in (self.query, self.key, self.value))
-        seen = F.scaled_dot_product_attention(query, key, value, attn_mask=real[:, None, None, :])
-        seen = seen.transpose(1, 2).reshape(real.numel(), -1)[places]
+        scores = query @ key.mT / math.sqrt(query.shape[-1])  # torch's own attention has no second derivative
+        shares = scores.masked_fill(~real[:, None, None, :], -math.inf).softmax(-1)
+        seen = (shares @ value).transpose(1, 2).reshape(real.numel(), -1)[places]
         rows = self._norm(rows + self.out(seen), 0)
         return self._norm(rows + self.down(F.gelu(self.up(rows))), 1)
 
