@@ -1,7 +1,8 @@
 """Records of studies of language models: what each way of adapting costs in change of old predictions.
 
-A family is a row of the plan, or what was made of its results afterwards (interpolated, repaired). Its points differ in
-learning rate, steps, strength or share. A point is chosen on validation text alone; what is shown is of test text.
+A family is a row of the plan, or what was made of its results afterwards (interpolated, repaired). Rows whose names
+differ in what stands in parentheses are one family. Its points differ in learning rate, steps, strength or share. A
+point is chosen on validation text alone; what is shown is of test text.
 """
 
 import math
@@ -124,9 +125,14 @@ def _points(records: Sequence[Mapping[str, Any]]) -> list[Point]:
         return []
     row = records[0]["row"]
     training = {
-        key[0]: sum(p["cpu_seconds"] for _, p in found) / len(found)
+        key[0]: mean([p["cpu_seconds"] for _, p in found])
         for key, found in held.items()
         if key[2] == "" and "cpu_seconds" in found[0][1]
+    }
+    afterwards = {
+        (key[0], key[2]): mean([p["cpu_seconds"] for _, p in found])
+        for key, found in held.items()
+        if key[2] and "cpu_seconds" in found[0][1]
     }
     points = []
     for key, found in held.items():
@@ -136,10 +142,10 @@ def _points(records: Sequence[Mapping[str, Any]]) -> list[Point]:
         words += [f"strength {strength:g}"] if strength is not None else []
         words += [f"share {share:g}"] if share is not None else []
         spent = training[rate] * (step / records[0]["plan"]["steps"] if step else 1.0)
-        spent += found[0][1].get("cpu_seconds", 0.0) if after else 0.0
+        spent += afterwards.get((rate, after.removesuffix(" and wise")), 0.0) if after else 0.0
         points.append(
             Point(
-                family=row["name"] + AFTER[after],
+                family=row["name"].partition(" (")[0] + AFTER[after],
                 ours=row["method"] in OWN or "repair" in after,
                 setting=", ".join(words),
                 seeds=tuple(seed for seed, _ in found),
