@@ -6,7 +6,7 @@ BIN     = $(VENV)/bin
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
 .PHONY: help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers \
-        test-integrations test-triton \
+        test-integrations test-triton test-ray \
         test-browser lint types tables bench docs release-checks clean
 
 help:            ## what the targets do
@@ -23,7 +23,7 @@ run: $(VENV)/.ready             ## train four methods on real digits, print the 
 
 test: $(VENV)/.ready            ## set everything up and run the tests
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 \
-	  -m "not slow and not kill and not real and not transformers and not integrations and not gpu and not browser"
+	  -m "not slow and not kill and not real and not transformers and not integrations and not gpu and not browser and not ray"
 
 test-slow: $(VENV)/.ready       ## the checks that take minutes
 	$(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m slow
@@ -58,6 +58,10 @@ test-integrations: $(VENV)/.ready  ## the checks inside the real transformers, T
 	  trl lightning tensorboard
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps avalanche-lib
 	HF_HUB_OFFLINE=1 $(ONE_THREAD) $(BIN)/python -m pytest -q -n 2 -m "integrations or not slow" tests/integrations
+
+test-ray: $(VENV)/.ready        ## tables on a real Ray cluster of several nodes on this machine
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt ray
+	$(ONE_THREAD) $(BIN)/python -m pytest -q -m ray
 
 test-triton: $(VENV)/.ready     ## the GPU's kernels in Triton's interpreter, without a GPU
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt triton

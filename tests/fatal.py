@@ -8,11 +8,13 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import tiny
 from ness.lab import registry
+from ness.lab.benchmarks.base import Request, Stream
 from ness.lab.methods.base import Method, MethodSpec, TaskData
 from ness.lab.runs.settings import setting
 
@@ -21,6 +23,7 @@ ENTRY_POINTS = """
 fatal = fatal:METHOD
 [ness.benchmarks]
 tiny = tiny:BENCHMARK
+counted = fatal:COUNTED
 [ness.networks]
 tiny = tiny:NETWORK
 """
@@ -53,6 +56,22 @@ class Fatal(Method):
 
 
 METHOD = MethodSpec(name="fatal", title="for tests", build=Fatal, keeps="nothing", settings=Settings)
+
+
+def read_and_count(folder: Path | None) -> str:
+    """What stands for reading a data set: says in a file which process did it."""
+    assert folder is not None
+    with (folder / "reads").open("a") as reads:
+        reads.write(f"{os.getpid()}\n")
+    return "read"
+
+
+def load_counted(request: Request) -> Stream:
+    request.once("counted", lambda: read_and_count(request.data))
+    return replace(tiny.load(request), name="counted")
+
+
+COUNTED = replace(tiny.BENCHMARK, name="counted", load=load_counted)
 
 
 def install(folder: Path) -> Path:

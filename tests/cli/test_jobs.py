@@ -1,6 +1,5 @@
 """`--jobs N`: a table on several processes, whatever happens to them."""
 
-import hashlib
 import json
 import os
 import signal
@@ -15,6 +14,7 @@ import pytest
 import fatal
 from ness.cli.main import main
 from ness.lab.runs import checkpoint
+from running import children, facts, gone_soon
 
 PLAN = """
 benchmark = "tiny"
@@ -47,35 +47,6 @@ def place(monkeypatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.chdir(tmp_path)
     with fatal.known(monkeypatch, tmp_path / "site"):
         yield tmp_path
-
-
-def facts(out: Path) -> dict[str, tuple[object, ...]]:
-    """What must not depend on who carries a run out, by run: accuracies, epochs and the hash of the final weights."""
-    found = {}
-    for path in sorted(out.glob("*/result.json")):
-        result = json.loads(path.read_text())
-        weights = hashlib.sha256((path.parent / "model.safetensors").read_bytes()).hexdigest()
-        assert weights == result["weights"]["sha256"]
-        found[path.parent.name] = (result["accuracy"], result["epochs"], weights, result["notes"])
-    return found
-
-
-def children(process: int) -> list[int]:
-    return [int(word) for word in Path(f"/proc/{process}/task/{process}/children").read_text().split()]
-
-
-def is_alive(process: int) -> bool:
-    try:
-        return "\nState:\tZ" not in Path(f"/proc/{process}/status").read_text()
-    except FileNotFoundError:
-        return False
-
-
-def gone_soon(processes: list[int]) -> bool:
-    until = time.monotonic() + 60
-    while any(map(is_alive, processes)) and time.monotonic() < until:
-        time.sleep(0.05)
-    return not any(map(is_alive, processes))
 
 
 def test_workers_that_die_are_replaced_and_every_other_run_is_as_without_them(capsys, tmp_path: Path) -> None:

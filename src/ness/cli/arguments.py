@@ -18,6 +18,8 @@ from ness.lab import registry
 from ness.lab.runs.environment import choose_device
 from ness.lab.runs.jobs import Job, preset_values, settings_type
 from ness.lab.runs.log import ListenerOf
+from ness.lab.runs.on_ray import run_on_ray
+from ness.lab.runs.ray_driver import Cluster
 from ness.lab.runs.run import Options, check_options
 from ness.lab.runs.settings import PRESETS, Preset, check_type, compose, overridden, read_toml, same_field, setting
 from ness.lab.runs.sweep import Grid, run_all
@@ -46,6 +48,12 @@ class How:
     jobs: int | None = setting(
         None, "worker processes on this machine: one thread each on the CPU, a GPU each with --device cuda"
     )
+    ray: str | None = setting(
+        None,
+        "runs as tasks of a Ray cluster: one on this machine, made for this command; or auto, HOST:PORT: that one",
+    )
+    gpus_per_run: float | None = setting(None, "with --ray: GPUs, or a part of one, that a run takes; 1 with cuda")
+    cpus_per_run: float | None = setting(None, "with --ray: CPUs that a run takes, by default 1; its threads, too")
     lanes: int | None = setting(None, "runs side by side on one GPU; by default as many as its memory takes, at most 5")
     plain: bool = setting(False, "on a GPU: step after step from Python instead of captured graphs")
     fast: bool = setting(False, "bfloat16 steps, on a CPU that has them too; on a GPU a seed then gives no equal bits")
@@ -60,17 +68,41 @@ class How:
     log: tuple[str, ...] = setting((), "loggers that hear of every epoch and task, e.g. tensorboard")
 
     def carry_out(self, work: Sequence[tuple[Job, int]], listener: ListenerOf, say: Callable[[str], None]) -> Grid:
-        """Runs each job with its seed: in this process, or on as many workers as were asked for."""
+        """Runs each job with its seed: in this process, on as many workers as were asked for, or on a cluster."""
+        if (cluster := self.cluster()) is not None:
+            return run_on_ray(work, self.options(), cluster, listener, say)
         if self.jobs is None:
             return run_all(work, self.options(), listener, say)
         return run_on_workers(work, self.options(), self.jobs, listener, say)
+
+    def cluster(self) -> Cluster | None:
+        """The Ray cluster that was asked for, and what a run takes of it.
+
+        Raises:
+            NessError: flags that contradict each other, or that Ray cannot follow.
+        """
+        if self.ray is None:
+            for flag, value in (("gpus", self.gpus_per_run), ("cpus", self.cpus_per_run)):
+                if value is not None:
+                    raise NessError(f"--{flag}-per-run {value:g} goes with --ray; on one machine use --jobs")
+            return None
+        if self.jobs is not None or self.lanes is not None:
+            raise NessError("--ray goes without --jobs and --lanes; --cpus-per-run and --gpus-per-run say how many fit")
+        if self.device not in ("cpu", "cuda"):
+            raise NessError(f"--device {self.device} with --ray: Ray chooses the GPU; expected cpu or cuda")
+        gpus = self.gpus_per_run if self.gpus_per_run is not None else float(self.device == "cuda")
+        if self.device == "cuda" and not gpus:
+            raise NessError("--gpus-per-run 0 with --device cuda: leave one of them out")
+        cluster = Cluster(self.ray, gpus, 1.0 if self.cpus_per_run is None else self.cpus_per_run)
+        cluster.check()
+        return cluster
 
     def options(self) -> Options:
         """What the runs themselves need to know of it."""
         return Options(
             out=self.out,
             data=self.data,
-            device=self.device,
+            device="cuda" if self.ray is not None and self.gpus_per_run else self.device,
             again=self.again,
             save_every=self.save_every,
             lanes=self.lanes,
@@ -112,7 +144,7 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
         raise WrongUse(str(error)) from error
     parsed: Any = understood(
         _with_help(kind),
-        args=list(argv),
+        args=with_address(argv),
         prog=prog,
         description=text,
         default=_with_help(kind)(**_values(default)),
@@ -128,7 +160,7 @@ def parse(argv: Sequence[str], own: type, methods: Sequence[str] | None, text: s
 
 def parse_flags(argv: Sequence[str], own: type[T], text: str, prog: str) -> T:
     """Reads a command line against the fields of `own` alone."""
-    parsed: Any = understood(_with_help(own), args=list(argv), prog=prog, description=text)
+    parsed: Any = understood(_with_help(own), args=with_address(argv), prog=prog, description=text)
     _check_seeds(parsed)
     mine = own(**_values(parsed))
     _check_options(mine)
@@ -166,6 +198,8 @@ def _check_options(own: Any) -> None:
     if isinstance(own, How):
         try:
             check_options(own.options())
+            if own.cluster() is not None:
+                return  # devices are those of its nodes
             if own.jobs is not None:
                 places_for(own.device, own.jobs, own.lanes)
             if own.device != "auto":
@@ -194,6 +228,18 @@ def peek(argv: Sequence[str], name: str) -> str | None:
         if word.startswith(f"--{name}="):
             return word.split("=", 1)[1]
     return None
+
+
+def with_address(argv: Sequence[str]) -> list[str]:
+    """The command line with the address that --ray alone stands for.
+
+    >>> with_address(["--ray", "--seeds", "1"]), with_address(["--ray", "auto"])
+    (['--ray', 'local', '--seeds', '1'], ['--ray', 'auto'])
+    """
+    words: list[str] = []
+    for word, following in zip(argv, [*argv[1:], "-"], strict=True):
+        words += [word, "local"] if word == "--ray" and following.startswith("-") else [word]
+    return words
 
 
 def given(argv: Sequence[str]) -> set[str]:

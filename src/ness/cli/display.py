@@ -15,6 +15,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from ness.errors import NessError, NessWarning, printable
 from ness.lab.runs.environment import process_age, table
 from ness.lab.runs.jobs import Job
+from ness.lab.runs.on_ray import ClusterLost
 from ness.lab.runs.run import Listener, folder_of
 from ness.lab.runs.run_folder import RunFolder
 from ness.lab.runs.sweep import Grid
@@ -57,9 +58,11 @@ def tell(text: str) -> None:
 
 @contextmanager
 def stoppable(work: Sequence[tuple[Job, int]], out: Path) -> Iterator[None]:
-    """Ctrl-C in here says from where the same command goes on."""
+    """Ctrl-C in here, or a cluster that is lost, says from where the same command goes on."""
     try:
         yield
+    except ClusterLost as lost:
+        raise NessError(f"{lost}; {goes_on(work, out)}") from lost
     except KeyboardInterrupt as stop:
         raise KeyboardInterrupt(goes_on(work, out)) from stop
 

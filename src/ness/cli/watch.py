@@ -17,7 +17,7 @@ from rich.text import Text
 from ness.cli.arguments import understood
 from ness.cli.main import WrongUse
 from ness.errors import NessError, printable
-from ness.lab.runs.status import Standing, State, StatusMonitor, time_left
+from ness.lab.runs.status import Node, Standing, State, StatusMonitor, nodes, time_left
 from ness.report.formats import HEADER as HEAD_OF_TABLE
 from ness.report.formats import LEAST_WANTED, aligned, cells, terminal_width
 from ness.report.number_format import duration
@@ -52,12 +52,15 @@ def main(argv: list[str]) -> int:
     watched = StatusMonitor(own.runs, is_result)
     console = Console(file=sys.stdout)
     if own.once or not console.is_terminal:
-        sys.stdout.write(screen(watched.look()))
+        sys.stdout.write(screen(watched.look(), nodes=nodes(own.runs)))
         return 0
     with contextlib.suppress(KeyboardInterrupt), Live(console=console, auto_refresh=False) as live:
         while True:
             found = watched.look()
-            live.update(Text(screen(found, console.height - 2), no_wrap=True, overflow="ellipsis"), refresh=True)
+            live.update(
+                Text(screen(found, console.height - 2, nodes(own.runs)), no_wrap=True, overflow="ellipsis"),
+                refresh=True,
+            )
             if found and all(one.state in ("done", "damaged", "failed") for one in found):
                 break
             time.sleep(own.every)
@@ -73,14 +76,15 @@ def is_result(result: Mapping[str, Any]) -> bool:
     return True
 
 
-def screen(found: Sequence[Standing], height: int | None = None) -> str:
-    """The state as text: a sentence, the runs that are not done, and the table of those that are, as it fits."""
+def screen(found: Sequence[Standing], height: int | None = None, nodes: Sequence[Node] = ()) -> str:
+    """The state as text: a sentence, a cluster's nodes, the runs that are not done, and the table of the others."""
     if not found:
         return "no run yet\n"
     table = results(found)
     pending = [one for state in OPEN for one in found if one.state == state]
-    room = len(pending) if height is None else max(3, height - table.count("\n") - 6)
-    parts = [headline(found)]
+    taken = table.count("\n") + (len(nodes) + 2 if nodes else 0) + 6
+    room = len(pending) if height is None else max(3, height - taken)
+    parts = [headline(found), *([aligned([NODES_HEADER, *map(node_line, nodes)])] if nodes else [])]
     if pending:
         parts.append(aligned([HEADER, *(line(one) for one in pending[:room])], terminal_width()))
         if len(pending) > room:
@@ -100,6 +104,18 @@ def headline(found: Sequence[Standing]) -> str:
     elif not count["running"] and count["stopped"] + count["waiting"]:
         rest.append("nobody is at work: the same command goes on")
     return f"{count['done']} of {len(found)} runs done {bar(share)} {', '.join(rest)}".rstrip() + "\n"
+
+
+NODES_HEADER = ("node", "CPUs", "GPUs", "runs now")
+
+
+def node_line(one: Node) -> tuple[str, ...]:
+    """One machine of a cluster.
+
+    >>> node_line(Node("left (1f2e3d)", False, 8.0, 2.0, 0))
+    ('left (1f2e3d)', '8', '2', 'gone')
+    """
+    return one.name, f"{one.cpus:g}", f"{one.gpus:g}", str(one.runs) if one.alive else "gone"
 
 
 HEADER = ("run", "state", "", "now", "so far")
@@ -126,7 +142,8 @@ def line(one: Standing) -> tuple[str, ...]:
     if past.valid_accuracy is not None:
         now += f" valid {past.valid_accuracy:.1f} %"
     mean = f"{sum(past.accuracy[-1]) / len(past.accuracy[-1]):.1f} %" if past.accuracy else ""
-    return name, one.state, bar(one.share, 10), now, mean
+    state = f"{one.state} on {one.node}" if one.node else one.state
+    return name, state, bar(one.share, 10), now, mean
 
 
 def results(found: Sequence[Standing]) -> str:

@@ -1,6 +1,6 @@
 """What several runs of one command read from the disk, read once."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 from typing import Any, TypeVar
 from weakref import WeakValueDictionary
 
@@ -15,9 +15,14 @@ class Shelf:
     True
     """
 
-    def __init__(self) -> None:
-        self._held: dict[Hashable, Any] = {}
+    def __init__(self, held: Mapping[Hashable, Any] | None = None) -> None:
+        self._held: dict[Hashable, Any] = dict(held or {})
         self._lent: WeakValueDictionary[Hashable, Any] = WeakValueDictionary()
+
+    @property
+    def contents(self) -> dict[Hashable, Any]:
+        """What was made so far, by key: what another process's shelf may begin with."""
+        return dict(self._held)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         """What stands under the key."""

@@ -44,7 +44,7 @@ class Dispatch:
         self.lost_places: Counter[int] = Counter()
         self._hears = [listener(job, seed) for job, seed in self.work]
         self._began, self._looked, self._has_said = time.monotonic(), time.monotonic(), False
-        self._cleared: set[int] = set()  # for --again: what is there now was made by this command
+        self.cleared: set[int] = set()  # for --again: what is there now was made by this command
         self._requests = [queue.asked(job, seed) for job, seed in self.work]
         self._units = [float((job.benchmark.tasks or 1) * job.settings.epochs) for job, _ in self.work]
         self._lengths, self._rest = recorded(options.out, dict(zip(self._requests, self._units, strict=True)))
@@ -85,6 +85,13 @@ class Dispatch:
             self.ends[number] = None
         return None
 
+    def drop_late(self, numbers: Sequence[int], withdraw: Callable[[int], None]) -> None:
+        """Withdraws those that were handed out and not begun, once their time is over."""
+        for number in numbers:
+            if self._is_late(number):
+                withdraw(number)
+                self.ends[number] = None
+
     def _is_late(self, number: int) -> bool:
         """Whether its time is over; what is begun goes on, and a result that is there still counts."""
         stop = self.options.stop_after
@@ -102,12 +109,12 @@ class Dispatch:
 
     def options_of(self, number: int) -> Options:
         """How a run is carried out: one that was lost goes on, even with --again, once its old result is cleared."""
-        return replace(self.options, again=self.options.again and number not in self._cleared, stop_after=None)
+        return replace(self.options, again=self.options.again and number not in self.cleared, stop_after=None)
 
     def heard(self, number: int, event: Event) -> None:
         """Passes an event of a run on."""
         if event.kind == "begun":
-            self._cleared.add(number)
+            self.cleared.add(number)
         self._hears[number](event)
 
     def ended(self, number: int, end: Outcome | NessError) -> None:

@@ -73,12 +73,8 @@ def run(
         folder.tidy()
         return Outcome(folder.path, found, "there")
     with folder.held(), _told(folder):
-        if options.again:
-            folder.clear()
-        elif (found := _finished(folder)) is not None:  # by whoever held it before
-            return Outcome(folder.path, found, "there")
-        if (wrong := folder.configure(_identity(job, seed))) is not None:
-            listen(Event("remark", {"text": wrong}))
+        if (there := prepare(folder, job, seed, options.again, listen)) is not None:
+            return there
         watch = Stopwatch()
         with watch.phase("start"):
             device = environment.choose_device(options.device)
@@ -100,6 +96,17 @@ def run(
                 weights = _save_weights(folder, trainer)
             result = _conclude(folder, {**_result(job, seed, trainer, stream, marks), "weights": weights})
     return Outcome(folder.path, result, "resumed" if number else "run", watch.times())
+
+
+def prepare(folder: RunFolder, job: Job, seed: int, again: bool, listen: Listener) -> Outcome | None:
+    """Makes a folder that is held ready for a run; returns the outcome of one that is finished already."""
+    if again:
+        folder.clear()
+    elif (found := _finished(folder)) is not None:  # by whoever held it before
+        return Outcome(folder.path, found, "there")
+    if (wrong := folder.configure(_identity(job, seed))) is not None:
+        listen(Event("remark", {"text": wrong}))
+    return None
 
 
 def check_options(options: Options) -> None:

@@ -127,8 +127,12 @@ class RunFolder:
             raise NessError(f"{error}; {then}") from error
 
     @contextlib.contextmanager
-    def held(self) -> Iterator[None]:
-        """Holds the folder for this process alone; another one that tries is told who has it."""
+    def held(self, queued: bool = False) -> Iterator[None]:
+        """Holds the folder for this process alone; another one that tries is told who has it.
+
+        Args:
+            queued: the run itself is not begun yet: it waits for a place on a cluster.
+        """
         lock = FileLock(self.path / "lock")
         try:
             make_folder(self.path)
@@ -138,7 +142,7 @@ class RunFolder:
         except (OSError, ValueError, NotImplementedError) as error:
             raise NessError(f"cannot write in {self.path} ({reason(error)}); choose another --out") from error
         try:
-            write_json(self.path / "holder.json", _me(), "make room or rights and start again")
+            write_json(self.path / "holder.json", me() | {"queued": queued}, "make room or rights and start again")
             for left in self.path.glob(".*.tmp"):  # of a process that was killed while it wrote
                 with contextlib.suppress(OSError):
                     left.unlink()
@@ -148,6 +152,11 @@ class RunFolder:
                 (self.path / "holder.json").unlink()
             with contextlib.suppress(OSError):
                 lock.release()
+
+    def say_holder(self, node: str) -> None:
+        """Says for whoever watches on which node of a cluster the run is, whose folder this process holds."""
+        with contextlib.suppress(NessError):
+            write_json(self.path / "holder.json", me() | {"queued": False, "node": node})
 
     def _holder(self) -> str:
         try:
@@ -232,5 +241,6 @@ class RunFolder:
             raise NessError(f"{self.path}: cannot be cleared for --again ({reason(error)})") from error
 
 
-def _me() -> dict[str, Any]:
+def me() -> dict[str, Any]:
+    """What is said of this process to others."""
     return {"process": os.getpid(), "host": platform.node(), "since": time.strftime("%Y-%m-%d %H:%M:%S")}

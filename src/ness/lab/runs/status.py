@@ -10,12 +10,13 @@ from statistics import fmean
 from typing import Any, Literal
 
 from ness._sealed import read_json
-from ness.errors import NessError
+from ness.errors import NessError, printable
 from ness.lab.runs import queue
 from ness.lab.runs.queue import RunRequest
 from ness.lab.runs.run_folder import History, history, lines
 
 State = Literal["done", "running", "stopped", "failed", "waiting", "damaged"]
+NODES = "nodes.json"  # of the cluster that a command uses, while it does
 SILENCE = 900.0  # seconds after which a run on another machine that says nothing counts as stopped
 
 
@@ -29,6 +30,7 @@ class Standing:
     result: Mapping[str, Any] | None = None  # of a run that is done
     spent: float = 0.0  # seconds so far
     note: str = ""  # what is wrong with its files
+    node: str = ""  # of a cluster, on which it runs
 
     @property
     def share(self) -> float:
@@ -104,14 +106,14 @@ def _finished(path: Path, asked: RunRequest, is_result: Callable[[Mapping[str, A
         result = read_json(path / "result.json")
         if not is_result(result):
             return Standing(asked, "damaged")
-        return Standing(asked, "done", result=result, spent=_seconds(result["total_seconds"]))
+        return Standing(asked, "done", result=result, spent=_amount(result["total_seconds"]))
     except (OSError, NessError, ValueError, KeyError, TypeError):
         return Standing(asked, "damaged")
 
 
-def _seconds(value: Any) -> float:
+def _amount(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 1e10:
-        raise ValueError(f"{value!r:.40} is no time")
+        raise ValueError(f"{value!r:.40} is no amount")
     return float(value)
 
 
@@ -124,21 +126,57 @@ def _unfinished(path: Path, asked: RunRequest, now: float) -> Standing:
     except NessError as error:
         return Standing(asked, "damaged", note=str(error))
     so_far = history(events)
-    alive = _is_held(path, _changed(log) or 0.0, now)
+    holder = _holder(path, _changed(log) or 0.0, now)
+    alive = holder is not None and not holder.get("queued")
     inside = now - so_far.since if alive and so_far.since is not None else 0.0
-    state: State = "running" if alive else "failed" if so_far.failed is not None else "stopped"
+    state: State = "running" if alive else "waiting" if holder is not None else "stopped"
+    if holder is None and so_far.failed is not None:
+        state = "failed"
     note = f"{log}: {damaged} damaged or unfinished lines are passed over" if damaged else ""
-    return Standing(asked, state, so_far, spent=sum(so_far.seconds) + max(0.0, inside), note=note)
+    node = printable(str(holder.get("node", "")))[:100] if alive and holder is not None else ""
+    return Standing(asked, state, so_far, spent=sum(so_far.seconds) + max(0.0, inside), note=note, node=node)
 
 
-def _is_held(path: Path, heard: float, now: float) -> bool:
-    """Whether a process works on it: on this machine by its number, on another one by how long the log is silent."""
+@dataclass(frozen=True)
+class Node:
+    """A machine of the cluster that a command uses now."""
+
+    name: str
+    alive: bool
+    cpus: float
+    gpus: float
+    runs: int
+
+
+def nodes(out: Path, now: float | None = None) -> list[Node]:
+    """The nodes of the cluster on which the runs of a folder are carried out now; none without one."""
+    try:
+        found = read_json(out / NODES)
+        if not _lives(found, _changed(out / NODES) or 0.0, now or time.time()):
+            return []
+        return [_node(one) for one in found["nodes"]]
+    except (OSError, NessError, KeyError, TypeError, ValueError):
+        return []
+
+
+def _node(one: Mapping[str, Any]) -> Node:
+    cpus, gpus, runs = (_amount(one[name]) for name in ("cpus", "gpus", "runs"))
+    return Node(printable(str(one["name"]))[:100], one["alive"] is True, cpus, gpus, int(runs))
+
+
+def _holder(path: Path, heard: float, now: float) -> Mapping[str, Any] | None:
+    """What the process says that works on it; None without any."""
     try:
         holder = read_json(path / "holder.json")
-        process, host = holder["process"], holder["host"]
-    except (OSError, NessError, KeyError):
-        return False
-    if type(process) is not int or not 0 < process < 1 << 31:
+    except (OSError, NessError):
+        return None
+    return holder if _lives(holder, heard, now) else None
+
+
+def _lives(holder: Mapping[str, Any], heard: float, now: float) -> bool:
+    """Whether a process is there: on this machine by its number, on another one by how long it is silent."""
+    process, host = holder.get("process"), holder.get("host")
+    if type(process) is not int or not 0 < process < 1 << 31 or host is None:
         return False
     if host != platform.node() or os.name != "posix":  # elsewhere a process cannot be asked without harm
         return now - heard < SILENCE

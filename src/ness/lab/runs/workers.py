@@ -186,7 +186,7 @@ class Pool:
         context = multiprocessing.get_context("spawn")  # a process with CUDA or threads must not be forked
         mine, its = context.Pipe()
         process = context.Process(target=serve, args=(its, device, *self._facts), name=f"ness-worker-{number}")
-        with _no_ctrl_c():
+        with without_ctrl_c():
             process.start()
         its.close()
         return Worker(number, device, process, mine)
@@ -249,7 +249,7 @@ class Pool:
 
 
 @contextlib.contextmanager
-def _no_ctrl_c() -> Iterator[None]:
+def without_ctrl_c() -> Iterator[None]:
     """A process that is started inside is left alone by Ctrl-C at the terminal: its parent hears it and ends it."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
@@ -275,7 +275,7 @@ def serve(connection: "Connection[Any, Any]", device: str, threads: int, lanes: 
     """A worker's life: takes runs from the connection and reports on them, until None comes or its parent is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # `finally` blocks run
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    threading.Thread(target=end_with_parent, daemon=True).start()
     warnings.simplefilter("always", NessWarning)
     plain = warnings.showwarning
 
@@ -327,7 +327,7 @@ def _carry_out(
             send("end", number, "outcome", end)
 
 
-def _end_with_parent() -> None:
+def end_with_parent() -> None:
     """Ends this process when the command that started it is gone, however that went."""
     parent = multiprocessing.parent_process()
     if parent is not None:
