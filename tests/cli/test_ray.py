@@ -82,6 +82,7 @@ def cluster() -> Iterator[object]:
 @pytest.fixture(autouse=True)
 def _here(tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # no line of `ness watch` is folded
 
 
 def started(*flags: str) -> "subprocess.Popen[str]":

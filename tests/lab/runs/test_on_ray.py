@@ -21,6 +21,7 @@ from ness.lab.training.loop import Event
 def _known(monkeypatch, tmp_path: Path) -> None:
     tiny.make_known(monkeypatch)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")  # no line of `ness watch` is folded
 
 
 @pytest.mark.parametrize(
