@@ -9,9 +9,13 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn import functional as F
 
+from ness.lab import registry
 from ness.lab.training.loader import Batch
 from ness.lab.training.loop import Trainer
 from oracles import Rule, Tensors, beside, float64
+
+RESNET18 = registry.all_networks()["resnet18-32"]
+RESNET = {"network": RESNET18, "shape": (3, 32, 32), "count": 6, "tasks": 2, "batch": 3, "epochs": 1}
 
 
 @pytest.fixture(autouse=True)
@@ -323,9 +327,10 @@ class Fsdgpm(Rule):
         self.speed = {}
 
 
-def test_trgp() -> None:
-    _, other = beside("trgp", Trgp, optimizer="sgd", trust=0.3)
-    assert len(other.q) >= 2
+@pytest.mark.parametrize(("network", "tasks"), [({}, 2), (RESNET, 1)], ids=["tiny", "resnet18"])
+def test_trgp(network: dict[str, Any], tasks: int) -> None:
+    _, other = beside("trgp", Trgp, optimizer="sgd", trust=0.3, **network)
+    assert len(other.q) >= tasks
 
 
 def test_trgp_where_one_old_task_at_most_is_reused() -> None:
