@@ -15,6 +15,7 @@ from torch import Tensor
 from ness._precision import full_precision
 from ness.errors import NessError
 from ness.statistics.on_disk import zeros_on_disk
+from ness.statistics.windows import gram_of_windows
 
 CHUNK_ELEMENTS = 1 << 22  # entries of X widened to float64 at a time: 32 MB, whatever the number of samples
 CHUNK_ON_A_GPU = 8  # times as many there: a GPU waits for nothing but the next launch
@@ -278,6 +279,11 @@ class Gram:
 
     def add_rows_(self, rows: Tensor, fan_in: int, spoilt: Tensor | None = None) -> None:
         """C += Xᵀ X in place, of rows as `add_gram_` takes them; where `spoilt` (), bool, is True C stays as it is."""
+        exact = spoilt is None and self.dtype == torch.float64 and self.device.type == "cpu"
+        if exact and (overlapping := gram_of_windows(rows, self.width)) is not None:
+            for (start, end), strip in self.strips():
+                strip.add_(overlapping[:, start:end, start:])
+            return
         for block in row_blocks(rows):
             wide = widened(block, fan_in, self.width, self.dtype)
             if spoilt is not None:
