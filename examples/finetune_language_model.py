@@ -6,7 +6,7 @@
 
 The new domain is Python code, the standard library's. Nobody has the stories that the model was trained on, so it
 writes old text itself. Both rows train the same number of weights at the same rate for the same steps, in the same
-Trainer. Minutes on two cores. Afterwards `adapter/` is a LoRA folder that PEFT loads over the plain model.
+Trainer. Minutes on two idle cores. Afterwards `adapter/` is a LoRA folder that PEFT loads over the plain model.
 """
 
 import copy
@@ -25,7 +25,7 @@ from ness.integrations.transformers import GuardCallback, protect, self_text
 from ness.lab.language.models import load
 from ness.lab.language.texts import blocks
 
-STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 100
+STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path("adapter")
 RATE, RANK = 2e-3, 16
 try:
@@ -97,7 +97,7 @@ worst = sorted(certificate.rows, key=lambda row: -row.relative_drift)[:3]
 print(f"\n{certificate.verdict}")
 for row in worst:
     print(f"  {row.name}: drift {row.relative_drift:.2%}, {row.rank} directions free, RMS bound {row.rms_bound:.3g}")
-print(f"end to end, {guard.compare([{'input_ids': stories_test}])}")
+print(f"end to end, {guard.compare([{'input_ids': part} for part in stories_test.split(8)])}")
 
 # -- hand it on --------------------------------------------------------------------------------------------------------
 guard.export_lora(OUT)

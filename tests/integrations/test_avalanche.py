@@ -58,7 +58,7 @@ def test_each_experience_is_learnt_within_what_the_earlier_leave_free() -> None:
         model = layers()
         guard = ness.NullSpace(model, rule=ness.Energy(0.999), exclude="4")
         strategy = stand_in(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
-        plugin = GuardPlugin(guard) if guarded else GuardPluginOff()
+        plugin = GuardPlugin(guard, rank=2) if guarded else GuardPluginOff()
         x, before = task(0)[0], torch.empty(0)
         for number in range(3):
             train(strategy, plugin, number)
@@ -118,7 +118,7 @@ def test_the_real_strategies_keep_the_first_experience() -> None:
             criterion=nn.CrossEntropyLoss(),
             train_mb_size=16,
             train_epochs=10,
-            plugins=[GuardPlugin(guard, rank=4)] if guarded else [],
+            plugins=[GuardPlugin(guard, rank=2)] if guarded else [],
             evaluator=EvaluationPlugin(accuracy_metrics(stream=True), loggers=[]),
         )
         x = task(0)[0]
