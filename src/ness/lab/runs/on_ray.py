@@ -79,9 +79,13 @@ class _Head:
         self.connection, its = context.Pipe()
         facts = (self.cluster, self.options.threads, str(self.options.out.absolute() / "ray.log"))
         self.driver = context.Process(target=drive, args=(its, *facts), name="ness-ray")
-        with without_ctrl_c():
-            self.driver.start()
-        its.close()
+        try:
+            with without_ctrl_c():
+                self.driver.start()
+            its.close()
+        except BaseException:  # Ctrl-C meanwhile
+            self.__exit__()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

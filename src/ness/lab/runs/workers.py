@@ -173,7 +173,7 @@ class Pool:
     def __enter__(self) -> "Pool":
         try:
             for number, device in enumerate(self._places):
-                self.workers.append(self._started(number, device))
+                self._start(number, device)
         except BaseException:
             self.close()
             raise
@@ -182,14 +182,14 @@ class Pool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _started(self, number: int, device: str) -> Worker:
+    def _start(self, number: int, device: str) -> None:
         context = multiprocessing.get_context("spawn")  # a process with CUDA or threads must not be forked
         mine, its = context.Pipe()
         process = context.Process(target=serve, args=(its, device, *self._facts), name=f"ness-worker-{number}")
-        with without_ctrl_c():
+        with without_ctrl_c():  # one that comes meanwhile finds the worker among those that are ended
             process.start()
+            self.workers.append(Worker(number, device, process, mine))
         its.close()
-        return Worker(number, device, process, mine)
 
     def replace(self, gone: Worker, needed: bool) -> None:
         """Starts a worker in the place of one that is gone, if there is anything left to do for it."""
@@ -200,8 +200,9 @@ class Pool:
                 f"three worker processes in a row ended before they could begin (the last one {cause(gone.process)}); "
                 "what they said stands above. Without --jobs the runs are carried out in the command's own process"
             )
-        at = self.workers.index(gone)
-        self.workers[at : at + 1] = [self._started(gone.number, gone.device)] if needed else []
+        self.workers.remove(gone)
+        if needed:
+            self._start(gone.number, gone.device)
 
     def idle(self) -> list[Worker]:
         """The workers that have nothing to do."""
