@@ -109,9 +109,9 @@ def which_data() -> dict[str, Any]:
 
 def own_data() -> dict[str, Any]:
     def some(count: int) -> tuple[Tensor, Tensor]:
-        return torch.randint(255, (count, 1, 12, 12), dtype=torch.uint8), torch.arange(count) % 2
+        return torch.randint(255, (count, 1, 8, 8), dtype=torch.uint8), torch.arange(count) % 2
 
-    return {"seasons": [(name, *some(48), *some(16)) for name in ("winter", "summer")], "torch": torch}
+    return {"seasons": [(name, *some(600), *some(16)) for name in ("winter", "summer")], "torch": torch}
 
 
 def own_method() -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""A method of somebody else's: examples/own_method installed as a distribution of its own, run like one of ours."""
+"""Somebody else's method, benchmark and network: distributions of their own, run like ours."""
 
 import json
 import os
@@ -37,6 +37,17 @@ assert main(["run", "--method", "anchor", "--pull", "-1", *run_it]) == 2
 assert main(["table", "--methods", "anchor", "finetune", *run_it, "--out", "table"]) == 0
 assert main(["tune", "--method", "anchor", "--over", "pull=0.1,1", "--first-tasks", "2", *run_it]) == 0
 assert main(["report", "table"]) == 0
+"""
+BENCHMARKS = """
+from ness.cli.main import main
+
+assert main(["list", "benchmarks"]) == 0
+assert main(["list", "networks"]) == 0
+short = ["--epochs", "1", "--quiet"]
+assert main(["run", "--benchmark", "symbols", "--method", "finetune", *short]) == 0
+theirs = ["--benchmark", "digits", "--network", "symbols-net"]
+assert main(["table", *theirs, "--methods", "finetune", "ness", *short]) == 0
+assert main(["report", "runs"]) == 0
 """
 
 
@@ -91,3 +102,20 @@ def test_the_settings_in_the_documentation_are_the_examples() -> None:
     text = (ROOT / "docs" / "your-own-method.md").read_text(encoding="utf-8")
     module = (ROOT / "examples" / "own_method" / "ness_anchor.py").read_text(encoding="utf-8")
     assert re.search(r"    pull: float = .*\n", text)[0] in module
+
+
+def test_a_benchmark_and_a_network_of_ones_own_are_known_by_name(tmp_path: Path) -> None:
+    shutil.copytree(ROOT / "examples" / "own_benchmark", tmp_path / "source")
+    pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-deps", "--no-build-isolation"]
+    done = python(tmp_path, *pip, "--no-index", "--target", "site", "./source", path=tmp_path)
+    assert done.returncode == 0, done.stderr
+    done = python(tmp_path, "-c", BENCHMARKS, path=tmp_path / "site")
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^symbols +Three tasks of eight noisy symbols +3 +symbols-net", done.stdout, re.M)
+    assert re.search(r"^symbols-net +One convolution and one linear layer +symbols", done.stdout, re.M)
+    settings = {
+        path.parent.name.rsplit("-", 2)[0]: json.loads(path.read_text())["settings"]["network"]
+        for path in tmp_path.glob("runs/*/result.json")
+    }
+    assert settings == {"symbols-finetune": "", "digits-finetune": "symbols-net", "digits-ness": "symbols-net"}
+    assert "network=symbols-net" in (tmp_path / "runs" / "report" / "table.csv").read_text()

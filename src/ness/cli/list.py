@@ -1,4 +1,4 @@
-"""`ness list`: what methods and benchmarks there are."""
+"""`ness list`: what methods, benchmarks and networks there are."""
 
 import sys
 from dataclasses import dataclass
@@ -21,16 +21,16 @@ SHOWN, IMAGE, CLASSES = "cifar100", (3, 32, 32), 10  # where the amount that is 
 class ListArguments:
     """What to list."""
 
-    what: tyro.conf.Positional[Literal["methods", "benchmarks"]]
+    what: tyro.conf.Positional[Literal["methods", "benchmarks", "networks"]]
 
 
-ABOUT = "List the methods or the benchmarks there are. Examples: ness list methods · ness list benchmarks"
+ABOUT = "List the methods, benchmarks or networks there are. Examples: ness list methods · ness list benchmarks"
 
 
 def main(argv: list[str]) -> int:
     """Prints the list on standard output."""
     what = understood(ListArguments, args=argv, prog="ness list", description=ABOUT).what
-    sys.stdout.write(methods() if what == "methods" else benchmarks())
+    sys.stdout.write({"methods": methods, "benchmarks": benchmarks, "networks": networks}[what]())
     return 0
 
 
@@ -69,4 +69,13 @@ def benchmarks() -> str:
     lines = [("benchmark", "what it is", "tasks", "network")]
     for name, bench in sorted(registry.all_benchmarks().items()):
         lines.append((name, bench.title, str(bench.tasks or "by the data"), bench.network))
+    return aligned(lines, terminal_width())
+
+
+def networks() -> str:
+    """Name, what it is, the benchmarks it is for."""
+    used = {name: bench.network for name, bench in sorted(registry.all_benchmarks().items())}
+    lines = [("network", "what it is", "of the benchmarks")]
+    for name, network in sorted(registry.all_networks().items()):
+        lines.append((name, network.title, ", ".join(bench for bench, own in used.items() if own == name)))
     return aligned(lines, terminal_width())

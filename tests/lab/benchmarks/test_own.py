@@ -1,5 +1,6 @@
 """Streams of one's own from tensors."""
 
+import re
 import runpy
 from pathlib import Path
 
@@ -82,6 +83,11 @@ def test_malformed_streams_are_refused() -> None:
             task_from_tensors("a", pair(1), pair(), valid_fraction=fraction)
 
 
-def test_the_example_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_shows_what_is_forgotten(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(Path(__file__).parents[3] / "examples" / "own_stream.py"))
-    assert "after 'bars of 4'" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    bwt = {name: float(value) for name, value in re.findall(r"^(\S+) on symbols: .* BWT (-?[\d.]+)", printed, re.M)}
+    assert list(bwt) == ["finetune", "ness", "ness-plus"]
+    assert bwt["finetune"] < -15
+    assert min(bwt["ness"], bwt["ness-plus"]) > -5
+    assert printed.count("after third: first ") == 3

@@ -1,7 +1,6 @@
 """Split CIFAR-100: ten tasks of ten classes in their natural order, 4750 / 250 / 1000 images each."""
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 import numpy as np
 
@@ -16,13 +15,10 @@ TASKS, CLASSES, VALID = 10, 10, 0.05
 
 @dataclass(frozen=True)
 class Options:
-    """How CIFAR-100 is cut, and what learns it."""
+    """How CIFAR-100 is cut."""
 
     split_seed: int | None = field(
         default=None, metadata={"help": "draws the validation images; none: the run's seed (SGP's code: always 0)"}
-    )
-    network: Literal["alexnet", "alexnet-eighth"] = field(
-        default="alexnet", metadata={"help": "which network learns; the narrow one for an evening on a CPU"}
     )
 
 

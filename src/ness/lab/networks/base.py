@@ -152,6 +152,22 @@ def build(
     return network
 
 
+def check_takes(spec: NetworkSpec, shape: tuple[int, ...], classes: Sequence[int]) -> None:
+    """Raise unless the network gives logits for images of this shape; tried without numbers, on the meta device."""
+    expected = (2, classes[0])
+    try:
+        with torch.device("meta"), torch.no_grad():
+            found = tuple(spec.build(shape, classes, "batch").eval()(torch.zeros(2, *shape), 0).shape)
+    except NessError:
+        raise
+    except Exception as error:  # whatever a layer says of inputs that are too small
+        raise NessError(
+            f"network {spec.name!r} does not take images of shape {shape} ({error}); see `ness list networks`"
+        ) from error
+    if found != expected:
+        raise NessError(f"network {spec.name!r} gives logits {found} for two images, expected {expected}")
+
+
 def initialise(network: nn.Module, generator: Generator) -> None:
     """Torch's default start, U(±1/√d) for weights and biases and γ = 1, β = 0, drawn in module order."""
     for name, module in network.named_modules():

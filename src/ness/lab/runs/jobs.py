@@ -16,10 +16,12 @@ from ness.lab.benchmarks.base import Benchmark, Request, Stream
 from ness.lab.benchmarks.dataset_cache import Shelf
 from ness.lab.benchmarks.validation import on_validation
 from ness.lab.methods.base import MethodSpec
+from ness.lab.networks.base import NetworkSpec
 from ness.lab.runs.settings import (
     AND_WITH,
     ONLY_WITH,
     PRESETS,
+    NetworkChoice,
     Preset,
     Training,
     check_contradictions,
@@ -45,6 +47,7 @@ class Job:
     label: str  # the preset and what was changed by hand, for tables
     fast: bool = False  # speed before repeatability: see `ness.lab.gpu.amp`
     name: str = ""  # what a table calls it; by default the method's name
+    own_network: NetworkSpec | None = None  # one that no registry knows, handed over from Python
 
     @property
     def digest(self) -> str:
@@ -67,8 +70,8 @@ class Job:
 
     @property
     def network(self) -> str:
-        """The network that learns: the benchmark's own, or the one that its options choose."""
-        return str(getattr(self.settings, "network", self.benchmark.network))
+        """The network that learns: the one chosen, or else the benchmark's own."""
+        return str(self.settings.network or self.benchmark.network)
 
     @property
     def changes(self) -> dict[str, Any]:
@@ -133,8 +136,8 @@ class JobDescription:
 
 
 def settings_type(method: MethodSpec, benchmark: Benchmark) -> type:
-    """The flat dataclass of a run: shared training fields, the method's, the benchmark's."""
-    return compose("Settings", Training, method.settings, benchmark.options)
+    """The flat dataclass of a run: shared training fields, the network, the method's, the benchmark's."""
+    return compose("Settings", Training, NetworkChoice, method.settings, benchmark.options)
 
 
 def preset_values(method: MethodSpec, benchmark: Benchmark, preset: Preset, optimizer: str | None) -> dict[str, Any]:
@@ -164,6 +167,7 @@ def resolve(
     preset: str = "fixed",
     changes: Mapping[str, Any] | None = None,
     fast: bool = False,
+    network: NetworkSpec | None = None,
 ) -> Job:
     """A job by names, or by specs of your own; everything unknown or contradictory is refused here."""
     spec = method if isinstance(method, MethodSpec) else registry.find("method", method, registry.all_methods())
@@ -173,17 +177,25 @@ def resolve(
         else registry.find("benchmark", benchmark, registry.all_benchmarks())
     )
     name = registry.find("preset", preset, {known: known for known in PRESETS})
-    changes = dict(changes or {})
+    changes = {**(changes or {}), **({} if network is None else {"network": network.name})}
+    if changes.get("network") == bench.network and network is None:
+        changes["network"] = ""  # its own: the same run, however it was asked for
     kind = settings_type(spec, bench)
     base = preset_values(spec, bench, name, changes.get("optimizer"))
     settings = overridden(kind, {}, base, f"preset {name} of {spec.name} on {bench.name}")
     settings = overridden(kind, dataclasses.asdict(settings), changes, f"{spec.name} on {bench.name}")
     check(spec, settings, changes)
+    if settings.network:
+        known = registry.all_networks()
+        if network is None:
+            registry.find("network", settings.network, known)
+        elif known.get(network.name, network) is not network:
+            raise NessError(f"a network is called {network.name!r} already; give yours another name")
     if bench.check is not None:
         bench.check(part_of(settings, bench.options))
     differing = [f"{key}={value}" for key, value in departures(spec, bench, name, settings).items()]
     label = " ".join([name, *differing, *(["fast"] if fast else [])])
-    return Job(spec, bench, name, settings, label, fast)
+    return Job(spec, bench, name, settings, label, fast, own_network=network)
 
 
 def departures(method: MethodSpec, benchmark: Benchmark, preset: Preset, settings: Any) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from ness.lab.benchmarks.base import Stream
 from ness.lab.benchmarks.dataset_cache import Shelf
 from ness.lab.gpu.capture import runner_for
 from ness.lab.gpu.coroutines import own_time, pause
+from ness.lab.networks.base import NetworkSpec, check_takes
 from ness.lab.runs import checkpoint, environment
 from ness.lab.runs.environment import Stopwatch
 from ness.lab.runs.jobs import SCHEMA, Job
@@ -79,8 +80,7 @@ def run(
         with watch.phase("start"):
             device = environment.choose_device(options.device)
             stream = job.load(seed, options.data, shelf)
-            name = stream.notes.get("network", job.network)  # a stream of any image size chooses by it
-            network = registry.find("network", name, registry.all_networks())
+            network = network_of(job, stream)
             runner = runner_for(device, options.plain)
             made = (job.method, network, stream, job.settings, seed, device, runner, watch, job.fast, options.data)
             trainer = Trainer(*made)
@@ -107,6 +107,20 @@ def prepare(folder: RunFolder, job: Job, seed: int, again: bool, listen: Listene
     if (wrong := folder.configure(_identity(job, seed))) is not None:
         listen(Event("remark", {"text": wrong}))
     return None
+
+
+def network_of(job: Job, stream: Stream) -> NetworkSpec:
+    """The network that learns a job's stream.
+
+    Raises:
+        NessError: it was chosen by hand, and does not take images of this size.
+    """
+    chosen = bool(job.settings.network)
+    name = job.network if chosen else stream.notes.get("network", job.network)  # some streams choose by image size
+    network = job.own_network or registry.find("network", name, registry.all_networks())
+    if chosen:
+        check_takes(network, stream.shape, [task.classes for task in stream.tasks])
+    return network
 
 
 def check_options(options: Options) -> None:

@@ -56,6 +56,13 @@ class Training:
     )
 
 
+@dataclass(frozen=True)
+class NetworkChoice:
+    """Which network learns."""
+
+    network: str = setting("", "see `ness list networks`; by default the benchmark's own")
+
+
 # A field that only means something under another's value: field -> (that other field, the values it needs).
 ONLY_WITH: Mapping[str, tuple[str, Collection[Any]]] = {
     "momentum": ("optimizer", ("sgdm",)),
@@ -89,7 +96,7 @@ def identifying_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
     Runs were recorded before there was a choice of it, or of a network: they keep their names.
     """
     idle = [] if draws_validation(settings) else ["valid_order"]
-    idle += ["network"] if settings.get("network") == "alexnet" else []
+    idle += [] if settings.get("network") else ["network"]
     return {name: value for name, value in settings.items() if name not in idle}
 
 

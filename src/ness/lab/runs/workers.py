@@ -65,7 +65,7 @@ def run_on_workers(
     dispatch = Dispatch(asked, options, listener, say)
     dispatch.settle()
     if not dispatch.over:
-        need = devices.need_of([job.benchmark.network for job, _ in asked])
+        need = devices.need_of([job.network for job, _ in asked])
         descriptions = [JobDescription.of(job) for job, _ in asked]
         pool = Pool(places[: len(dispatch.waiting)], options.threads, options.lanes, need)
         with pool:
