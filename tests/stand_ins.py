@@ -165,11 +165,25 @@ def language_model() -> dict[str, Any]:
     return {"old_texts": sentences(40), "held_out_texts": sentences(8), "new_data": data}
 
 
+def transformers_page() -> dict[str, Any]:
+    import transformers
+
+    known = language_model()
+    sizes = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    wide = transformers.LlamaConfig(**sizes, num_attention_heads=2, tie_word_embeddings=True)
+    transformers.LlamaForCausalLM(wide).save_pretrained("path/to/model")
+    old = [f"w{number % 4} w{number % 3}" for number in range(80)]  # few words: much is free at the strict default
+    held_out = [{"input_ids": torch.randint(4, (2, 5))}]
+    data = known["new_data"]
+    return {"name": "path/to/model", "old_texts": old, "new": data, "test": data[:4], "held_out": held_out}
+
+
 PAGES: dict[str, Callable[[], dict[str, Any]]] = {
     "docs/index.md": index,
     "docs/ness-plus.md": ness_plus,
     "docs/saving.md": saving,
     "docs/your-own-method.md": own_method,
+    "docs/transformers.md": transformers_page,
     "docs/tutorials/embeddings.md": embeddings,
     "docs/tutorials/language-model.md": language_model,
     "docs/tutorials/many-tasks.md": many_tasks,
