@@ -36,7 +36,7 @@ class CostRow:
     statistics: int  # Grams, a little more than half of each, and the weights they were taken under
     bases: int  # what confines the updates, kept beside the model while training
     updates: int  # the trained parameters; gradients take as much again while a step runs
-    optimizer: int  # two moments a parameter, as Adam keeps
+    optimizer: int  # two moments per parameter, as Adam keeps
     decomposition: float  # FLOPs of one layer's eigen-decomposition
     repair: int  # what `ness.repair` keeps of these layers in one go
 
@@ -69,7 +69,7 @@ class Cost:
     decompositions: float  # FLOPs of all layers' eigen-decompositions
     largest: int  # d of the largest one
     forward_flops: float  # of the guarded layers, a row
-    gram_flops: float  # of one symmetric product a layer, a row
+    gram_flops: float  # of one symmetric product per layer, a row
 
     @property
     def statistics(self) -> int:
@@ -128,7 +128,7 @@ class Cost:
         return (self.decompositions if flops is None else flops) / (self.rate if rate is None else rate) / 3600
 
     def observe_flops(self, rows: float) -> float:
-        """FLOPs of observing so many rows (tokens): the forward pass and one symmetric product a layer, at least."""
+        """FLOPs of observing so many rows (tokens): the forward pass and one symmetric product per layer, at least."""
         return rows * (self.forward_flops + self.gram_flops)
 
     def to_dicts(self) -> list[dict[str, Any]]:

@@ -209,9 +209,9 @@ class NullSpace(Observes, Exports):
                 included; gradients that are changed entry by entry, as by `clip_grad_value_`, leave the free space).
             max_drift: keep every layer's RMS drift under this fraction of its own output's RMS, at every step.
             task: the name of the task that begins; needed with `norm="per_task"` and with `private`.
-            private: k directions a layer (at most a third of its fan-in) in which the task learns for itself, among
+            private: k directions per layer (at most a third of its fan-in) in which the task learns for itself, among
                 those that earlier inputs use most. They are never merged: `use` puts them in and takes them out, no
-                other task sees them, and no bound counts them. The task keeps k numbers an output unit.
+                other task sees them, and no bound counts them. The task keeps k numbers per output unit.
             rank: train ΔW = A B M at this rank, as small as a LoRA adapter: A (o, r) from zero and B (r, d) are
                 trained, M confines them to the free directions, under any optimizer. Biases stay as they are. A layer
                 with fewer free directions gets as many ranks as it has, with a warning. None: as wide as the free
@@ -221,7 +221,7 @@ class NullSpace(Observes, Exports):
                 function with a parameter `seconds_left` gets that too, from the time so far and d³ of each layer. The
                 model is untouched until the last. Under torch.distributed all calls come at the end.
             new: some batches of the new task, as for `observe`. B then starts along the free directions that they use
-                most, instead of at random; it takes a Gram a layer in float32 for as long as `constrain` runs.
+                most, instead of at random; it takes a Gram per layer in float32 for as long as `constrain` runs.
             forward: as for `observe`, for those batches.
 
         Raises:

@@ -24,7 +24,7 @@ def test_the_words_state_the_numbers() -> None:
     assert kept().words == (
         "NESS+ on Split CIFAR-100, part by part: ACC against what a task keeps, as a share of the shared weights. "
         "k = 68 (the default): keeps 5.00 %, ACC 79.94 ± 1.55; k = 4: keeps 0.50 %, ACC 75.00 (1 of 5 seeds); "
-        "a basis a task, k = 68: keeps 10.00 %, ACC 78.00 (1 of 5 seeds)."
+        "a basis per task, k = 68: keeps 10.00 %, ACC 78.00 (1 of 5 seeds)."
     )
 
 

@@ -25,9 +25,9 @@ def test_the_rows_are_ness_plus_and_what_differs_in_one_setting_of_its_own() -> 
     assert [one.directions for one in found if not one.apart] == [68, 4, 8, 16, 32, 64]
     assert [(one.name, one.directions) for one in found if one.apart] == [
         ("no shared update", 68),
-        ("a basis a task", 68),
+        ("a basis per task", 68),
     ]
-    assert [one.name for one in found if one.default] == ["+ mix-up: NESS+", "no shared update", "a basis a task"]
+    assert [one.name for one in found if one.default] == ["+ mix-up: NESS+", "no shared update", "a basis per task"]
 
 
 def test_no_private_directions_are_on_the_course() -> None:
@@ -51,7 +51,7 @@ def test_k_is_what_the_records_kept() -> None:
     found = keeping(PLAN, collect([ROOT / "results"]).records, "a test").points
     assert "+ mix-up: NESS+" in [one.name for one in found]
     for one in found:
-        if one.name != "a basis a task":
+        if one.name != "a basis per task":
             layers = shared_layers(JOBS[one.name], keeping_run(JOBS[one.name], 1, 70.0, 1))
             assert one.kept == NORMS + sum(outputs * min(one.directions, fan_in // 3) for outputs, fan_in, _ in layers)
 

@@ -171,7 +171,7 @@ def learnt_line(facts: dict[str, Any], tasks: int) -> str:
 
 
 class Lines:
-    """Plain lines: one a task, flushed at once."""
+    """Plain lines: one per task, flushed at once."""
 
     def __init__(self, out: TextIO, runs: int) -> None:
         self.out, self.runs, self.number = out, runs, 0

@@ -75,7 +75,7 @@ def section(certificate: Certificate, guard: NullSpace) -> str:
         "## What this model kept",
         "",
         f"Trained with NESS {__version__}, rule `{guard.rule!r}`: each layer's "
-        f"update is confined to input directions that the observed data (up to {seen:,} rows a layer) hardly uses.",
+        f"update is confined to input directions that the observed data (up to {seen:,} rows per layer) hardly uses.",
         "",
         f"**Certificate: {certificate.verdict}.**",
         "",

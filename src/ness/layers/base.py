@@ -41,8 +41,8 @@ class Layer(ABC):
     bias_part: slice | None = None
     batch_first: bool | None = None  # whether calls are (B, T, …), where the module itself says so; False: (T, B, …)
     groups: int = 1
-    outputs: int  # o, output units a group
-    fan_in: int  # d, inputs a group, the constant 1 of a bias not counted
+    outputs: int  # o, output units per group
+    fan_in: int  # d, inputs per group, the constant 1 of a bias not counted
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()

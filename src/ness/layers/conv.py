@@ -85,7 +85,7 @@ class ConvLayer(Layer):
         return result
 
     def through(self, module: nn.Module, x: Tensor, basis: Tensor, constant: Tensor | None) -> Tensor:
-        """A convolution with the basis as r kernels a group."""
+        """A convolution with the basis as r kernels per group."""
         kernels = basis.mT.reshape(-1, *self.weight.shape[1:])
         return self.apply(module, x, kernels, None if constant is None else constant.flatten())
 

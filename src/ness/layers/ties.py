@@ -54,7 +54,7 @@ def holders_of(modules: Mapping[str, nn.Module]) -> Holders:
 
 
 def join(layers: Mapping[str, Layer], holders: Holders) -> tuple[dict[str, Layer], dict[str, Tie]]:
-    """One layer a weight: layers of one kind that share weight and bias become one with several modules.
+    """One layer per weight: layers of one kind that share weight and bias become one with several modules.
 
     Returns:
         The layers, and those that are no longer among them because someone else reads their weight or bias: it would

@@ -85,7 +85,7 @@ def times(found: Sequence[Setting], stem: str) -> Sheet:
         spread: list[Value] = [*each, *[None] * len(longest)]
         total = sum(run.seconds for run in runs) / len(runs)
         lines.append((label, total, epochs, total / epochs if epochs else None, *spread[: len(longest)]))
-    header = ("method", "seconds", "epochs", "seconds an epoch", *(f"task {i + 1}" for i in range(len(longest))))
+    header = ("method", "seconds", "epochs", "seconds per epoch", *(f"task {i + 1}" for i in range(len(longest))))
     caption = f"Where the time went on {found[0].first.benchmark}: seconds of a run, mean over seeds."
     return Sheet(f"times-{stem}", caption, header, ("", ".1f", ".1f", ".3f", *[".1f"] * len(longest)), tuple(lines))
 

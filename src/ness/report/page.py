@@ -44,7 +44,7 @@ class Kept:
 
     label: str
     layers: int
-    last: tuple[Promise, ...]  # after the last task, a row a layer; nothing where there are too many certificates
+    last: tuple[Promise, ...]  # after the last task, a row per layer; nothing where there are too many certificates
     bound: str  # which bound that is held against
     worst: float  # the largest share of its bound that a measured drift takes
     relative: float  # the largest share of a layer's own output

@@ -81,7 +81,7 @@ def from_result(result: Mapping[str, Any], where: str) -> Record:
 
 
 def checked(accuracy: Any, tasks: int) -> Matrix:
-    """The accuracy matrix, if it is one: a row a task, measured up to the diagonal, or one row of all tasks."""
+    """The accuracy matrix, if it is one: a row per task, measured up to the diagonal, or one row of all tasks."""
     if not isinstance(accuracy, list) or not all(isinstance(row, list) and len(row) == tasks for row in accuracy):
         raise ValueError(f"accuracy is no list of rows of {tasks} numbers")
     if not tasks:

@@ -26,7 +26,7 @@ class Point:
     name: str
     apart: bool  # differs from NESS+ in something else than how many directions are private
     default: bool  # k follows from `keep`
-    directions: int  # k, private directions a layer
+    directions: int  # k, private directions per layer
     kept: int  # numbers, the most that a task of any seed keeps
     percent: float  # of the shared layers' convolution and linear weights
     acc: float

@@ -33,7 +33,7 @@ AFTER = {
 
 @dataclass(frozen=True)
 class Measured:
-    """One point, a value a seed: losses on new and on old text, and KL(base ‖ model) on old text."""
+    """One point, a value per seed: losses on new and on old text, and KL(base ‖ model) on old text."""
 
     new: tuple[float, ...]
     old: tuple[float, ...]

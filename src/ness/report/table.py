@@ -1,4 +1,4 @@
-"""The table of a set of runs: one row a setting, mean ± sample deviation over seeds, the paper's number beside it."""
+"""The table of a set of runs: one row per setting, mean ± sample deviation over seeds, the paper's number beside it."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace

@@ -46,7 +46,7 @@ def gram_of_rows(rows: Tensor, dtype: torch.dtype = torch.float64) -> Tensor:
 def add_gram_(total: Tensor, rows: Tensor, fan_in: int, dtype: torch.dtype = torch.float64) -> None:
     """C += Xᵀ X for rows (groups, n, d), or [x; 1] where C (groups, width, width) has a column more than the fan-in.
 
-    Rows may be a view of more dimensions, (groups, n, …) with n·d entries a group in the order of the rows: patches
+    Rows may be a view of more dimensions, (groups, n, …) with n·d entries per group in the order of the rows: patches
     that overlap are then copied once, straight into the precision they are multiplied in.
     """
     for block in row_blocks(rows):

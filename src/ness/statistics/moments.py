@@ -1,4 +1,4 @@
-"""Exact drift without old data: three additive moments a layer say how far its outputs have moved since each row.
+"""Exact drift without old data: three additive moments per layer say how far its outputs have moved since each row.
 
 A row x seen under the weights W_t drifts by (W − W_t) x. Summed over all rows, with D = W − W_a for one anchor W_a:
 

@@ -1,7 +1,7 @@
 """Padding is no row: which rows of a layer are tokens, told by the masks of a pass and the shape of the layer's calls.
 
 A mask has shape (B, T): samples and tokens. A layer follows it where its calls have shape (B, T, …), (T, B, …),
-(B, H, T) or (B·T, …). One row a sample, as behind a pooler, are B rows and all of them count. Where shapes leave a
+(B, H, T) or (B·T, …). One row per sample, as behind a pooler, are B rows and all of them count. Where shapes leave a
 doubt all rows count, and the layer is listed with the reason: more is then protected than need be, never less.
 """
 
@@ -124,7 +124,7 @@ def _mask(name: str, value: Any, ids: Tensor | None, what: str) -> Mask | None:
     if not isinstance(value, Tensor):
         raise NessError(f"{what} is a {type(value).__name__}, expected a tensor (batch, tokens); {_HELP}")
     if value.ndim == 3 and ids is not None and ids.ndim >= 3 and ids.shape[:3] == value.shape:
-        value = value.flatten(0, 1)  # several choices a sample, which the model flattens
+        value = value.flatten(0, 1)  # several choices per sample, which the model flattens
     if value.ndim != 2:
         raise NessError(
             f"{what} is {value.ndim}-D {tuple(value.shape)}: it says who attends to whom, not which tokens are "
@@ -242,7 +242,7 @@ class Padding:
         return self._index[key][1]
 
     def _no_tokens(self, lead: tuple[int, ...]) -> str | None:
-        """Why rows of this shape may count padding; None where they do not: a row a sample, or unpadded before."""
+        """Why rows of this shape may count padding; None where they do not: a row per sample, or unpadded before."""
         rows = torch.Size(lead).numel()
         for mask in self.masks:
             unpadded = mask.real is not None and not self.grids and rows == int(mask.real.sum())

@@ -27,7 +27,7 @@ class Spectrum:
     sigma: Tensor  # σ, (groups, d − k) ascending, float64
     directions: Tensor  # Q, (groups, d, d − k), columns belong to sigma
     noise: Tensor  # (groups,)
-    outputs: int  # output units a group: parameters that one direction costs
+    outputs: int  # output units per group: parameters that one direction costs
     private: Tensor | None = None  # K, (groups, d, k), orthonormal and orthogonal to Q
     whole: Tensor | None = None  # σ of all of X, (groups, d) ascending, where it is not `sigma`
     budget: BudgetInfo | None = None  # for a relative rule: it is then the spectrum of Σ C_j / E_j

@@ -52,7 +52,7 @@ def fingerprints(matrix: Tensor) -> dict[str, str]:
 
 
 def packed(gram: Tensor) -> dict[str, Tensor]:
-    """The upper triangle (groups, d (d + 1) / 2) in float32, divided by a power of two a group: nothing overflows.
+    """The upper triangle (groups, d (d + 1) / 2) in float32, divided by a power of two per group: nothing overflows.
 
     >>> packed(torch.tensor([[[4.0, 1.0], [1.0, 2.0]]], dtype=torch.float64))
     {'triangle': tensor([[0.5000, 0.1250, 0.2500]]), 'scale': tensor([8.], dtype=torch.float64)}

@@ -75,7 +75,7 @@ def capped(private: int, fan_in: int) -> int:
 def check_private(private: int, task: str | None, fan_ins: dict[str, int]) -> None:
     """Refuse a number of private directions that no layer, or no task, could have."""
     if isinstance(private, bool) or not isinstance(private, int) or private < 0:
-        raise NessError(f"constrain(private={private!r}): expected a whole number of directions a layer, 0 or more")
+        raise NessError(f"constrain(private={private!r}): expected a whole number of directions per layer, 0 or more")
     if private and task is None:
         raise NessError(f"constrain(private={private}): a private part belongs to a task: constrain(task=NAME, ...)")
     widest = max(fan_ins, key=lambda name: fan_ins[name])

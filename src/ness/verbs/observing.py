@@ -115,7 +115,7 @@ class Observes:
 
         Padding is no row: where a batch (a mapping, or an object with keys) has an `attention_mask` (batch, tokens),
         the statistics are those of the unpadded sequences; an encoder-decoder's other side follows its
-        `decoder_attention_mask`. Poolers and others with one row a sample count all rows; where shapes leave a doubt
+        `decoder_attention_mask`. Poolers and others with one row per sample count all rows; where shapes leave a doubt
         all rows count, and the layer is in `unmasked`.
 
         Args:

@@ -1,4 +1,4 @@
-"""Your own images: below the data folder one sub-folder a task, below it one a class, any size, grey or colour."""
+"""Your own images: below the data folder one sub-folder per task, below it one per class, any size, grey or colour."""
 
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -35,7 +35,7 @@ def load_stream(request: Request) -> Stream:
     options = request.options or Options()
     if request.data is None or not request.data.is_dir():
         given = "no --data" if request.data is None else f"--data {request.data}"
-        raise NessError(f"folder: found {given}, expected a folder with a sub-folder a task and below it one a class")
+        raise NessError(f"folder: found {given}, expected a sub-folder per task and below it one per class")
     check_options(options)
     found = [_task_files(path, options, request.seed) for path in subfolders(request.data, "a task")]
     files = [path for train, test, _ in found for path, _ in train + test]
@@ -152,7 +152,7 @@ def _decoded(files: Files, geometry: tuple[tuple[int, int], int]) -> tuple[Tenso
 
 BENCHMARK = Benchmark(
     name="folder",
-    title="Your own images: --data FOLDER with a sub-folder a task, below it one a class",
+    title="Your own images: --data FOLDER with a sub-folder per task, below it one per class",
     network="resnet18-32",
     tasks=0,  # as many as the folder has
     load=load_stream,

@@ -35,8 +35,8 @@ class Options:
         },
     )
     tasks: tuple[str, ...] = field(default=(), metadata={"help": "tasks in their order; none: all, as in the file"})
-    train: int = field(default=240, metadata={"help": "sentences a task to train on, drawn by the seed; 0: all"})
-    test: int = field(default=160, metadata={"help": "sentences a task to test on, the same for all seeds; 0: all"})
+    train: int = field(default=240, metadata={"help": "sentences per task to train on, drawn by the seed; 0: all"})
+    test: int = field(default=160, metadata={"help": "sentences per task to test on, the same for all seeds; 0: all"})
     valid_share: float = field(
         default=0.2, metadata={"help": "of the training sentences, held out where the file has no split valid"}
     )

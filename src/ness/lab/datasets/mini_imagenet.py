@@ -102,7 +102,7 @@ def _divided(
         part = _PARTS.get(entry.parts[-3], "train") if len(entry.parts) >= 3 else "train"
         classes.setdefault(entry.parts[-2], {"train": [], "test": []})[part].append(entry.name)
     if len(classes) != data_set.classes:
-        raise NessError(f"{folder}: found {len(classes)} class folders, expected {data_set.classes}, one a class")
+        raise NessError(f"{folder}: found {len(classes)} class folders, expected {data_set.classes}, one per class")
     found = [classes[title] for title in sorted(classes)]
     if all(names["train"] and names["test"] for names in found):
         parts = (

@@ -55,7 +55,7 @@ class PlainRunner:
 
 @dataclass
 class Buffers:
-    """An epoch's inputs where a captured step finds them, one row a step."""
+    """An epoch's inputs where a captured step finds them, one row per step."""
 
     index: Tensor  # (steps, batch)
     lr: Tensor  # (steps,)

@@ -92,7 +92,7 @@ def lanes_for(device: torch.device, asked: int | None, need: int = UNKNOWN_NEED)
 def allow_many_streams() -> None:
     """Gives CUDA as many hardware queues as it can have (32), unless the user has chosen; its default is 8.
 
-    Streams beyond them share a queue and wait for one another: eleven AlexNet lanes take 0.36 ms a step, not 0.33.
+    Streams beyond them share a queue and wait for one another: eleven AlexNet lanes take 0.36 ms per step, not 0.33.
     It must come before anything that wakes CUDA.
     """
     os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")

@@ -27,7 +27,7 @@ class Setup:
         base: the pretrained model; never changed.
         new: blocks of the new domain to train on, (n, t).
         old: blocks of other text: for statistics, and for replay.
-        batch: blocks a step.
+        batch: blocks per step.
         steps: optimizer steps.
         seed: of the order of batches and of every random start.
         at: called during training with a step's number and the model as it is then.

@@ -24,7 +24,7 @@ def peft() -> Any:
 
 
 class Adapters(Method):
-    """From the first task of a pretrained network, else from the second, an adapter a task on every linear layer."""
+    """From the first task of a pretrained network, else from the second, an adapter per task on every linear layer."""
 
     def __init__(self, context: Context) -> None:
         super().__init__(context)

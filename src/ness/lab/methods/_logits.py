@@ -64,7 +64,7 @@ def logit_gradients(model: Network, layers: Layers, batch: Batch, names: Collect
     """∇_w f_y(x) of the true class's logit for every sample, from one forward pass (OGD-GTL).
 
     With batch statistics in BatchNorm a sample's logit depends on the batch it is in, and so does its gradient. The
-    layers `names` get factors; None: those that are linear, see one row a sample, and are smaller that way.
+    layers `names` get factors; None: those that are linear, see one row per sample, and are smaller that way.
     """
     with calls_of(layers) as seen:
         logits: Tensor = model(batch.images, batch.task)

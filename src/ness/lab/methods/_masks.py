@@ -1,4 +1,4 @@
-"""Which weights are the largest, as masks, and masks at a bit a weight."""
+"""Which weights are the largest, as masks, and masks at a bit per weight."""
 
 import numpy as np
 import torch

@@ -31,7 +31,7 @@ class AgemSettings:
 
     memory: int = setting(200, "training samples kept of every task, equally many of each class")
     memory_batch: int = setting(
-        64, "samples a step drawn from the memory, alike many of every earlier task, 2 at least"
+        64, "samples per step drawn from the memory, alike many of every earlier task, 2 at least"
     )
 
 
@@ -179,14 +179,14 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of the samples of every task but the last: uint8 images, int64 labels, a few numbers a task."""
+    """Bytes of the samples of every task but the last: uint8 images, int64 labels, a few numbers per task."""
     memory: int = own.memory
     return (sizes.tasks - 1) * (memory * (sizes.image + 8) + 64)
 
 
 # fixed and paper: the GPM paper's totals (2000, 3000, 500) by task, with the shared schedules.
-# reference: the official code's single pass over small batches, with 13 samples a class. The rate on digits was chosen
-# with `ness tune`.
+# reference: the official code's single pass over small batches, with 13 samples per class. The rate on digits was
+# chosen with `ness tune`.
 PRESETS: dict[str, dict[str, dict[str, Any]]] = {
     "fixed": {
         "*": {"optimizer": "sgd", "weight_decay": 0.0},

@@ -52,8 +52,8 @@ class Alone(Method):
 
 METHOD = MethodSpec(
     name="alone",
-    title="One network a task, each from the same start: the reference of forward transfer",
+    title="One network per task, each from the same start: the reference of forward transfer",
     build=Alone,
-    keeps="a whole network a task",
+    keeps="a whole network per task",
     kept_at_most=lambda sizes, own: 4 * (sizes.tasks + 1) * sizes.parameters,  # and the start
 )

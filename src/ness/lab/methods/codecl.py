@@ -1,4 +1,4 @@
-"""CODE-CL: a conceptor a layer instead of a basis, and a task's own recombination where old and new inputs overlap.
+"""CODE-CL: a conceptor per layer instead of a basis, and a task's own recombination where old and new inputs overlap.
 
 The preset `reference` repeats a rate of 0.1 that nobody asked for, and other slips of the code: a random start of the
 scales, no gradient through what linear layers subtract, plain shortcuts, and its schedule's book-keeping.
@@ -182,7 +182,7 @@ METHOD = MethodSpec(
     name="codecl",
     title="Conceptors instead of bases, and a task's own mix where inputs overlap",
     build=Codecl,
-    keeps="a conceptor a layer (d × r), and each task's directions and scales (d × K, K × K)",
+    keeps="a conceptor per layer (d × r), and each task's directions and scales (d × K, K × K)",
     kept_at_most=kept_at_most,
     paper="Apolinario et al., CODE-CL",
     year=2025,

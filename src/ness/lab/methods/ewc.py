@@ -110,7 +110,7 @@ def squares_apart(model: Network, batch: Batch, named: Mapping[str, nn.Parameter
 
 
 def squares_together(model: Network, batch: Batch, named: Mapping[str, nn.Parameter]) -> Iterator[Tensors]:
-    """The same where BatchNorm uses the batch's statistics, or a pass cannot be vectorised: one backward a sample.
+    """The same where BatchNorm uses the batch's statistics, or a pass cannot be vectorised: one backward per sample.
 
     A batch of one cannot be normalised, and a sample's gradient runs through the statistics it is part of.
     """
@@ -253,7 +253,7 @@ METHOD = MethodSpec(
     name="ewc",
     title="A pull to earlier weights, by their Fisher information",
     build=Ewc,
-    keeps="two numbers a parameter",
+    keeps="two numbers per parameter",
     kept_at_most=kept_at_most,
     paper="Kirkpatrick et al., Overcoming catastrophic forgetting in neural networks",
     year=2017,

@@ -22,7 +22,7 @@ class Frozen(Method):
 
 METHOD = MethodSpec(
     name="frozen",
-    title="Features of the first task, one head a task",
+    title="Features of the first task, one head per task",
     build=Frozen,
     keeps="nothing",
     kept_at_most=lambda sizes, own: 0,

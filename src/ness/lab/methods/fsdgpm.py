@@ -293,7 +293,7 @@ def kept_at_most(sizes: Sizes, own: Any) -> int:
 
 
 # Its own AlexNet has one BatchNorm and one head for all classes; here it is the lineage's,
-# with a head a task. There is no code of it for the other two benchmarks: schedules and ε are GPM's.
+# with a head per task. There is no code of it for the other two benchmarks: schedules and ε are GPM's.
 PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
     "fixed": {
         "*": {"optimizer": "sgdm", "weight_decay": 0.0, "lr": 0.01},
@@ -309,7 +309,7 @@ METHOD = MethodSpec(
     name="fsdgpm",
     title="Replay with flat minima inside old subspaces, and soft projection",
     build=Fsdgpm,
-    keeps="samples of all tasks, and a basis a layer (d × r)",
+    keeps="samples of all tasks, and a basis per layer (d × r)",
     keeps_samples=True,
     kept_at_most=kept_at_most,
     paper="Deng et al., Flattening Sharpness for Dynamic Gradient Projection Memory",

@@ -225,7 +225,7 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of a gate a unit for every task, of what is claimed, and of stored statistics, if every layer has them."""
+    """Bytes of a gate per unit and task, of what is claimed, and of stored statistics, if every layer has them."""
     units = sum(outputs for outputs, _ in sizes.layers)
     return 4 * (sizes.tasks + 1) * units + sizes.tasks * sum(8 * outputs + 8 for outputs, _ in sizes.layers)
 
@@ -246,9 +246,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 METHOD = MethodSpec(
     name="hat",
-    title="Learned gates a task; what its units need is blocked",
+    title="Learned gates per task; what its units need is blocked",
     build=Hat,
-    keeps="a gate a unit and task, and stored BatchNorm statistics a task",
+    keeps="a gate per unit and task, and stored BatchNorm statistics per task",
     kept_at_most=kept_at_most,
     paper="Serrà et al., Overcoming Catastrophic Forgetting with Hard Attention to the Task",
     year=2018,

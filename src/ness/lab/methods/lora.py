@@ -1,4 +1,4 @@
-"""LoRA: a low-rank adapter a task on every linear layer, merged after it (PEFT's)."""
+"""LoRA: a low-rank adapter per task on every linear layer, merged after it (PEFT's)."""
 
 from dataclasses import dataclass
 from typing import Any

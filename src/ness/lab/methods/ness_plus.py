@@ -1,4 +1,4 @@
-"""NESS+: a shared update in the null space of earlier inputs, and a few private directions and norms a task."""
+"""NESS+: a shared update in the null space of earlier inputs, and a few private directions and norms per task."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -30,9 +30,9 @@ class NessPlusSettings:
     )
     eps: float = setting(6e-4, "ε₁ of soft and nuclear: how small a singular value must be to count as null")
     keep: float = setting(0.05, "what a task may keep for itself, as a share of the shared layers' weights")
-    private: int | None = setting(None, "private directions a layer; left out: as many as `keep` allows")
-    basis: Literal["shared", "own"] = setting("shared", "private directions: one set for all tasks, or one a task")
-    norms: Literal["own", "frozen"] = setting("own", "norm layers: a copy a task, or the first task's")
+    private: int | None = setting(None, "private directions per layer; left out: as many as `keep` allows")
+    basis: Literal["shared", "own"] = setting("shared", "private directions: one set for all tasks, or one per task")
+    norms: Literal["own", "frozen"] = setting("own", "norm layers: a copy per task, or the first task's")
 
 
 def directions_within(layers: tuple[tuple[int, int], ...], norms: int, keep: float) -> int:
@@ -183,9 +183,9 @@ PRESETS: dict[str, dict[str, dict[str, Any]]] = {
 
 METHOD = MethodSpec(
     name="ness-plus",
-    title="A shared null-space update, and private directions and norms a task",
+    title="A shared null-space update, and private directions and norms per task",
     build=NessPlus,
-    keeps="three Grams a layer (d × d); a task: k numbers an output unit and its norms (5 % of the weights by default)",
+    keeps="three Grams per layer (d × d); per task k numbers per output, and norms (5 % of the weights by default)",
     kept_at_most=kept_at_most,
     paper="this project: docs/ness-plus.md",
     year=2026,

@@ -1,4 +1,4 @@
-"""OWM: a projector a layer that shrinks along every input seen, by recursive least squares."""
+"""OWM: a projector per layer that shrinks along every input seen, by recursive least squares."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -204,9 +204,9 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 METHOD = MethodSpec(
     name="owm",
-    title="A projector a layer that shrinks along every input seen",
+    title="A projector per layer that shrinks along every input seen",
     build=Owm,
-    keeps="a projector a layer (d × d)",
+    keeps="a projector per layer (d × d)",
     kept_at_most=kept,
     paper="Zeng et al., Continual learning of context-dependent processing",
     year=2019,

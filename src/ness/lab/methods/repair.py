@@ -169,7 +169,7 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of a float64 Gram a layer, and of the model as the task found it."""
+    """Bytes of a float64 Gram per layer, and of the model as the task found it."""
     return 4 * sizes.parameters + sum(8 * width * width for _, width in sizes.layers)
 
 
@@ -191,7 +191,7 @@ METHOD = MethodSpec(
     name="repair",
     title="Plain training, then what it changed is reshaped",
     build=Repair,
-    keeps="one Gram a layer (d × d), and the model while a task trains",
+    keeps="one Gram per layer (d × d), and the model while a task trains",
     kept_at_most=kept_at_most,
     paper="this project: docs/repair.md",
     year=2026,

@@ -98,7 +98,7 @@ def check_sd(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of two full bases a layer, float32."""
+    """Bytes of two full bases per layer, float32."""
     return 8 * sum(width * width for _, width in sizes.layers)
 
 
@@ -106,7 +106,7 @@ METHOD = MethodSpec(
     name="sd",
     title="Shared directions closed, those of single tasks nearly so (our reading)",
     build=Sd,
-    keeps="two bases a layer (d × r): all directions, and the shared ones",
+    keeps="two bases per layer (d × r): all directions, and the shared ones",
     kept_at_most=kept_at_most,
     paper="Zhao et al., Rethinking Gradient Projection Continual Learning",
     year=2023,

@@ -112,9 +112,9 @@ PRESETS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 METHOD = MethodSpec(
     name="sgp",
-    title="GPM with an importance a direction: scales gradients instead of removing them",
+    title="GPM with an importance per direction: scales gradients instead of removing them",
     build=Sgp,
-    keeps="a basis a layer (d × r) and r importances",
+    keeps="a basis per layer (d × r) and r importances",
     kept_at_most=kept_at_most,
     paper="Saha & Roy, Continual Learning with Scaled Gradient Projection",
     year=2023,

@@ -151,7 +151,7 @@ class Wsn(Method):
             buffers[name].copy_(value)
 
     def state(self) -> tuple[dict[str, Tensor], dict[str, Any]]:
-        """Scores, masks a bit a weight, and statistics."""
+        """Scores, masks a bit per weight, and statistics."""
         tensors = {f"scores/{name}": scores.detach() for name, scores in self.scores.items()}
         for kind, kept in (("mask", self.masks), ("statistics", self.statistics)):
             tensors |= {f"{kind}.{task}/{name}": v for task, each in enumerate(kept) for name, v in each.items()}
@@ -183,9 +183,9 @@ def check(settings: Any) -> None:
 
 
 def kept_at_most(sizes: Sizes, own: Any) -> int:
-    """Bytes of a bit a weight and task, of the scores, float32, and of stored statistics, if every layer has them."""
+    """Bytes of a bit per weight and task, of the scores, float32, and of stored statistics, if every layer has them."""
     weights = sum(outputs * width for outputs, width in sizes.layers)
-    rounding = 2 * len(sizes.layers)  # a weight and a bias a layer, each of whole bytes
+    rounding = 2 * len(sizes.layers)  # a weight and a bias per layer, each of whole bytes
     statistics = sum(8 * outputs + 8 for outputs, _ in sizes.layers)
     return 4 * weights + sizes.tasks * (weights // 8 + rounding + statistics)
 

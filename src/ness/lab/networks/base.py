@@ -1,4 +1,4 @@
-"""What a network of the laboratory is: shared features, one head a task, weights drawn from the run's generator."""
+"""What a network of the laboratory is: shared features, one head per task, weights drawn from the run's generator."""
 
 import math
 from abc import ABC, abstractmethod
@@ -36,10 +36,10 @@ class Wire:
 
 
 class Network(nn.Module, ABC):
-    """Shared layers and one bias-free head a task: `net(x, t)` is `net.heads[t](net.features(x))`."""
+    """Shared layers and one bias-free head per task: `net(x, t)` is `net.heads[t](net.features(x))`."""
 
     heads: nn.ModuleList
-    wires: tuple[Wire, ...] = ()  # one a layer of the shared part; a network without them cannot be gated
+    wires: tuple[Wire, ...] = ()  # one per layer of the shared part; a network without them cannot be gated
     mixable: bool = True  # whether a mean of two inputs is an input
     static: bool = True  # whether a pass reads no value on the host, so that it can be captured, or vectorised
 
@@ -70,7 +70,7 @@ class NetworkSpec:
 
 
 def heads(width: int, classes: Sequence[int]) -> nn.ModuleList:
-    """One bias-free linear layer a task on features of that width."""
+    """One bias-free linear layer per task on features of that width."""
     return nn.ModuleList(nn.Linear(width, count, bias=False) for count in classes)
 
 

@@ -15,7 +15,7 @@ from ness.lab.runs.jobs import Job
 from ness.lab.runs.run import folder_of
 from ness.lab.runs.run_folder import lines
 
-NAME = "asked.jsonl"  # append-only, a line a run
+NAME = "asked.jsonl"  # append-only, a line per run
 
 
 @dataclass(frozen=True)

@@ -28,8 +28,8 @@ def setting(default: Any, help: str) -> Any:
 class Training:
     """What every method shares: the loop, the optimizer, the schedule."""
 
-    epochs: int = setting(200, "epochs a task at most (plateau), or exactly (cosine)")
-    batch: int = setting(64, "samples a step")
+    epochs: int = setting(200, "epochs per task at most (plateau), or exactly (cosine)")
+    batch: int = setting(64, "samples per step")
     drop_last: bool = setting(False, "leave out an epoch's last, shorter batch")
     optimizer: Literal["sgd", "sgdm", "sam", "adamw"] = setting(
         "sgdm", "plain SGD, SGD with momentum, SGD at SAM's gradient, AdamW"

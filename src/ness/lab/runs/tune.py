@@ -27,7 +27,7 @@ class Trial:
 
 
 def trial(values: Mapping[str, Any], results: Sequence[Mapping[str, Any]]) -> Trial:
-    """What the runs of a setting, one a seed, say about it."""
+    """What the runs of a setting, one per seed, say about it."""
     accs, bwts = [result["acc"] for result in results], [result["bwt"] for result in results]
     if None in bwts:
         raise NessError("the method learns all tasks at once and has no BWT; tune one that learns task after task")

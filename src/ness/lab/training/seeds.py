@@ -40,7 +40,7 @@ class Randomness:
 
     `weights` (CPU) draws initial weights, `order` (CPU) the order of samples, `step` (on the device) what a training
     step needs: dropout masks, mix-up partners; `method` (on the device) whatever a method draws between steps;
-    `host` (numpy) a few numbers an epoch, e.g. mix-up shares.
+    `host` (numpy) a few numbers per epoch, e.g. mix-up shares.
     """
 
     weights: Generator

@@ -47,11 +47,11 @@ def check_count(option: str, asked: int, samples: Samples) -> None:
 
 
 def check_images(images: Sequence[int], samples: int, layers: Layers) -> None:
-    """Refuses a list of images a layer that does not fit the network."""
+    """Refuses a list of images per layer that does not fit the network."""
     if images and len(images) != len(layers):
         raise NessError(
             f"layer_images has {len(images)} numbers, but the network has {len(layers)} layers: {', '.join(layers)}; "
-            "give one number a layer, or none"
+            "give one number per layer, or none"
         )
     if images and not all(1 <= count <= samples for count in images):
         raise NessError(f"layer_images is {tuple(images)}, expected numbers from 1 to samples, which is {samples}")
