@@ -35,7 +35,7 @@ def load_stream(request: Request) -> Stream:
     options = request.options or Options()
     if request.data is None or not request.data.is_dir():
         given = "no --data" if request.data is None else f"--data {request.data}"
-        raise NessError(f"folder: found {given}, expected a sub-folder per task and below it one per class")
+        raise NessError(f"folder: found {given}, expected a folder with one per task, each with one per class")
     check_options(options)
     found = [_task_files(path, options, request.seed) for path in subfolders(request.data, "a task")]
     files = [path for train, test, _ in found for path, _ in train + test]
