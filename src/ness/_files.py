@@ -2,8 +2,7 @@
 
 Everything that is persisted goes through here. A file is written under a temporary name in its own folder, flushed to
 the disk, renamed, and the folder is flushed too, so that also after a power cut there is the old file or the new one.
-A temporary file stays locked (`flock`) while its writer lives: whoever writes into the folder next removes those of
-writers that were killed, and no others.
+A temporary file stays locked (`flock`) while its writer lives: the next writer removes those of killed ones alone.
 """
 
 from __future__ import annotations

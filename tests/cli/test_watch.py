@@ -61,7 +61,7 @@ def test_away_from_a_terminal_the_state_is_printed_once(capsys) -> None:
     assert main(["watch"]) == 0
     out = capsys.readouterr().out
     assert out.startswith(
-        "1 of 2 runs done ██████████░░░░░░░░░░ 1 waiting, nobody is at work: the same command goes on\n"
+        "1 of 2 runs done ██████████░░░░░░░░░░ 1 waiting, no process runs them: the same command goes on\n"
     )
     assert "tiny       finetune  fixed epochs=1" in out
 
@@ -87,6 +87,6 @@ def test_what_failed_is_not_waited_for_a_copy_is_not_counted_and_nonsense_is_not
     shown = capsys.readouterr().out
     assert shown.startswith("1 of 3 runs done")
     assert "1 failed, 1 damaged" in shown
-    assert "nobody is at work" not in shown
+    assert "no process runs them" not in shown
     assert "diverged" in shown
     assert "result.json is no result: --again" in shown

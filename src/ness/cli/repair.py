@@ -245,7 +245,7 @@ def card(own: argparse.Namespace, loaded: Loaded, done: Repair) -> str:
         "",
         f"# {Path(own.tuned).name or own.tuned}, repaired",
         "",
-        f"This {kind} is `{own.tuned}` with what tuning changed reshaped by [NESS](https://pypi.org/project/ness-cl/) "
+        f"This {kind} is `{own.tuned}` with what tuning changed reshaped by NESS (`pip install ness-cl`) "
         f"{__version__}, so that it moves away from its base `{own.base}` on new inputs and little on old ones. "
         "No training was involved.",
         "",

@@ -1,4 +1,4 @@
-"""`ness run`: one method on one benchmark, one run a seed."""
+"""`ness run`: one method on one benchmark, one run per seed."""
 
 import sys
 from dataclasses import dataclass

@@ -102,7 +102,7 @@ def headline(found: Sequence[Standing]) -> str:
     if count["running"] and left is not None:
         rest.append(f"about {duration(left) if left > 59 else f'{left:.0f} s'} to go")
     elif not count["running"] and count["stopped"] + count["waiting"]:
-        rest.append("nobody is at work: the same command goes on")
+        rest.append("no process runs them: the same command goes on")
     return f"{count['done']} of {len(found)} runs done {bar(share)} {', '.join(rest)}".rstrip() + "\n"
 
 

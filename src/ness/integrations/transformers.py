@@ -1,4 +1,4 @@
-"""Hugging Face transformers: a guard in the Trainer, in one call, and old data that nobody has."""
+"""Hugging Face transformers: a guard in the Trainer, in one call, and text in place of the old data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def self_text(
     prompt: str | None = None,
     generator: torch.Generator | None = None,
 ) -> list[dict[str, Tensor]]:
-    """Text that a language model writes itself, as batches: it stands in for old data that nobody has.
+    """Text that a language model writes itself, as batches: it stands in for the old data.
 
     Each text begins at the model's begin-of-text token (or at `prompt`) and is sampled token by token; it ends where
     the model ends it, and what comes after counts as padding.

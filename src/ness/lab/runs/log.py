@@ -1,4 +1,4 @@
-"""Loggers: whoever wants to hear a run's numbers fills three methods; `--log NAME` tells it of every epoch and task.
+"""Loggers: a class with three methods receives a run's numbers; `--log NAME` tells it of every epoch and task.
 
 Another distribution offers one as an entry point of the group `ness.loggers`: a class, or any callable without
 arguments, that returns a `Logger`; each run gets one of its own.
