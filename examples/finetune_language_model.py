@@ -22,6 +22,7 @@ from torch import Tensor, nn
 
 import ness
 from ness.integrations.transformers import GuardCallback, protect, self_text
+from ness.lab.language import packages
 from ness.lab.language.models import load
 from ness.lab.language.texts import blocks
 
@@ -29,6 +30,7 @@ STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 OUT = Path(sys.argv[2]) if len(sys.argv) > 2 else Path("adapter")
 RATE, RANK = 2e-3, 16
 try:
+    packages.find(packages.STORIES)
     from peft import LoraConfig, PeftModel, get_peft_model
     from transformers import Trainer, TrainingArguments
 

