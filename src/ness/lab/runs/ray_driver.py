@@ -10,6 +10,7 @@ import os
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 import threading
@@ -43,7 +44,8 @@ SCRATCH = "ness-ray-"  # how folders of runs begin on the nodes
 KEPT_FILES = ("model.safetensors", "result.json", "traceback.txt")  # besides checkpoints; in the order of writing
 PART_SECONDS = 0.25  # between two parts of a run that bring no file
 NODES_SECONDS = 2.0  # between two looks at the cluster
-STOP_SECONDS = 20.0  # that the cluster has to end the runs
+CONNECT_SECONDS = 10.0  # to reach the head of a cluster
+STOP_SECONDS = 40.0  # that the cluster has to end the runs
 
 
 @dataclass(frozen=True)
@@ -119,6 +121,9 @@ class _Driver:
         import ray
 
         self.ray, self.connection, self.cluster, self.threads = ray, connection, cluster, threads
+        host, _, port = cluster.address.rpartition(":")
+        if port.isdigit():  # Ray itself would try for minutes
+            socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
         more = {"include_dashboard": False} if cluster.address == "local" else {}
         ray.init(address=cluster.address, log_to_driver=False, logging_level="error", **more)
         self.scratch = SCRATCH + secrets.token_hex(6)
@@ -206,23 +211,30 @@ class _Driver:
             del self.streams[number]
         self.connection.send(("part", number, part))
 
-    def _cancel(self, stream: Any) -> None:
+    def _cancel(self, stream: Any, force: bool = True) -> None:
         if stream is not None:
             with contextlib.suppress(Exception):
-                self.ray.cancel(stream, force=True)
+                self.ray.cancel(stream, force=force)
 
     def close(self) -> None:
-        """Ends what runs, removes what it left on the nodes, and leaves the cluster."""
+        """Ends what runs, removes what it left on the nodes, and leaves the cluster.
+
+        Runs are interrupted, not killed, so that they remove their folders, and their processes are there for a look.
+        """
+        streams = list(self.streams.values())
         with contextlib.suppress(Exception):
-            for stream in self.streams.values():
-                self._cancel(stream)
+            for stream in streams:
+                self._cancel(stream, force=False)
             from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
             clean = self.ray.remote(remove_scratch)
-            ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]] if self.streams else []
+            ids = [node["NodeID"] for node in self.ray.nodes() if node["Alive"]] if streams else []
             where = [NodeAffinitySchedulingStrategy(node, soft=False) for node in ids]
             waited = [clean.options(num_cpus=0, scheduling_strategy=one).remote(self.scratch) for one in where]
-            self.ray.wait(waited, num_returns=len(waited), timeout=STOP_SECONDS / 2) if waited else None
+            if waited:
+                self.ray.wait(waited, num_returns=len(waited), timeout=STOP_SECONDS / 2)
+        for stream in streams:
+            self._cancel(stream)
         with contextlib.suppress(Exception):
             self.ray.shutdown()
 
@@ -366,13 +378,12 @@ def _warnings_into(outbox: Outbox) -> Iterator[None]:
 
 
 def remove_scratch(name: str) -> None:
-    """Removes a command's folder from this node, and again until its killed runs write no more."""
-    for _ in range(20):
-        folder = Path(tempfile.gettempdir()) / name
-        if not folder.exists():
-            return
-        shutil.rmtree(folder, ignore_errors=True)
-        time.sleep(0.1)
+    """Removes a command's folder from this node, should its interrupted runs not do it in a few seconds."""
+    folder, began = Path(tempfile.gettempdir()) / name, time.monotonic()
+    while folder.exists() and time.monotonic() - began < STOP_SECONDS / 4:
+        if time.monotonic() - began > STOP_SECONDS / 8:
+            shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.05)
 
 
 def remove_abandoned() -> None:
