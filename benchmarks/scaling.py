@@ -26,7 +26,7 @@ from pathlib import Path
 
 from ness.lab.runs.queue import Lengths, RunRequest
 
-FEW, MANY = 2, 8  # runs of the short and the long table
+FEW, MANY = 4, 12  # runs of the short and the long table
 DEVICES, IDEAL = 64, 6.0  # seconds that the simulated table takes at best
 
 
