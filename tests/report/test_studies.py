@@ -89,9 +89,20 @@ def test_the_table_says_who_is_ahead_by_how_much_and_what_is_missing(root):
     said = studies.table(read(root), "experiments/language-x.toml")
     assert "| NESS | 2.00 M | 10 | **150.00 ± 70.71** | **150.00 ± 70.71** | – | – |" in said
     assert "| full, repaired | 2.00 M | 20 |" in said
-    ahead = "At 50 %: full (rate 0.001, 150 steps; new loss 4.100) changes 2.00 times as much (2.00 to 2.00 by seed)"
+    ahead = "At 50 % full (rate 0.001, 150 steps; new loss 4.100) changes 2.00 times as much (2.00 to 2.00 by seed)"
     assert ahead in said
     assert "Rows not run: OSF." in said
+
+
+def test_a_short_table_has_each_family_at_one_level_the_least_change_first(root):
+    said = studies.brief(read(root), "x.toml", 0.7)
+    lines = [line for line in said.splitlines() if line.startswith("| ")][2:]
+    assert [line.split(" | ")[0] for line in lines] == ["| NESS", "| full, repaired", "| full"]
+    assert lines[0] == "| NESS | 3.600 ± 0.000 | 0.150 ± 0.071 |"
+    text = "<!-- study: language-x.toml brief -->\n<!-- end study -->\n"
+    assert "with 80 % of the largest gain" in renewed(text, root, [], "a.md").text
+    with pytest.raises(NessError, match="may stand brief alone, found short"):
+        renewed(text.replace("brief", "short"), root, [], "a.md")
 
 
 def test_seeds_that_are_missing_are_said(root):

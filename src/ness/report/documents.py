@@ -108,7 +108,7 @@ COLUMNS: Mapping[str, Column] = {
     "command": Column("command", lambda one: f"`{command(one.job, one.seeds)}`", False),
 }
 FINISHED, FAST = "finished", "fast"
-STUDIES = Path("results/language")
+STUDIES, BRIEF = Path("results/language"), "brief"
 USUAL = ("benchmark", "seeds", "acc", "bwt", "paper-acc", "paper-bwt", "seconds", "command")
 
 
@@ -184,9 +184,11 @@ def _table(words: Sequence[str], root: Path, records: Sequence[Record], where: s
 
 
 def _study(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> str:
-    if len(words) != 1:
-        raise NessError(f"{where}: a study takes its plan alone, found {' '.join(words)}")
-    return studies.table(studies.read(root / words[0], root / STUDIES), words[0])
+    plan, *rest = words
+    if rest not in ([], [BRIEF]):
+        raise NessError(f"{where}: behind a study's plan may stand {BRIEF} alone, found {' '.join(rest)}")
+    found = studies.read(root / plan, root / STUDIES)
+    return studies.brief(found, plan) if rest else studies.table(found, plan)
 
 
 def _picture(words: Sequence[str], root: Path, records: Sequence[Record], where: str) -> Picture:

@@ -171,7 +171,13 @@ def mean(values: Sequence[float]) -> float:
 def level(found: Found, share: float) -> float:
     """The validation loss on new text at which so much of the largest gain is there."""
     base = found.base["valid"][0]
-    return base - share * (base - min(mean(point.valid.new) for point in found.points))
+    return base - share * (base - min(mean(point.valid.new) for point in _whole(found.points)))
+
+
+def _whole(points: Sequence[Point]) -> list[Point]:
+    """Those with the most seeds: means over other seeds are of other runs, and not to be compared."""
+    most = max((len(point.seeds) for point in points), default=0)
+    return [point for point in points if len(point.seeds) == most]
 
 
 def chosen(found: Found, families: Sequence[str], share: float) -> Point | None:
@@ -180,7 +186,7 @@ def chosen(found: Found, families: Sequence[str], share: float) -> Point | None:
     Both are judged on validation text. None where no point reaches it.
     """
     bound = level(found, share) + 1e-9
-    enough = [p for p in found.points if p.family in families and mean(p.valid.new) <= bound]
+    enough = [p for p in _whole([p for p in found.points if p.family in families]) if mean(p.valid.new) <= bound]
     return min(enough, key=lambda point: mean(point.valid.change), default=None)
 
 
@@ -203,12 +209,36 @@ def table(found: Found, plan: str) -> str:
         f"deviation over seeds {', '.join(map(str, found.seeds))}; the base's loss is {base[0]:.3f} on new and "
         f"{base[1]:.3f} on old text. Settings are chosen on validation text. CPU seconds are the mean over settings."
     ]
-    said += [_lead(found, share) for share in LEVELS]
+    leads: dict[str, list[str]] = {}
+    for share in LEVELS:
+        leads.setdefault(_lead(found, share), []).append(f"{100 * share:.0f}")
+    said += [f"At {', '.join(shares)} % {lead}" for lead, shares in leads.items() if lead]
     said += [f"Rows not run: {', '.join(found.missing)}."] if found.missing else []
     short = sorted({p.family for p in found.points if len(p.seeds) < len(found.asked)})
     said += [f"Fewer than {len(found.asked)} seeds: {'; '.join(short)}."] if short else []
     said.append(f"All of it: `ness study {plan}`.")
     return f"\n{pipes(lines)}\n{' '.join(one for one in said if one)}\n\n"
+
+
+def brief(found: Found, plan: str, share: float = 0.8) -> str:
+    """A short table: each family at one level of gain, the one that changes least first."""
+    if not found.points:
+        return f"\n*{found.title}: {NOT_RUN}*\n\n"
+    at = [point for family in found.families if (point := chosen(found, [family], share)) is not None]
+    lines = [["", "loss on new text", "change on old text"], ["---", "---:", "---:"]]
+    for point in sorted(at, key=lambda one: mean(one.test.change)):
+        lines.append([point.family, _three(point.test.new), _three(point.test.change)])
+    said = (
+        f"{found.title} (loss {found.base['test'][0]:.3f} before): each way at the setting that changes validation "
+        f"text least among those with {100 * share:.0f} % of the largest gain; KL(base ‖ model) on held-out text, nats "
+        f"a token; mean ± sample deviation over seeds {', '.join(map(str, found.seeds))}. `ness study {plan}`."
+    )
+    return f"\n{pipes(lines)}\n{said}\n\n"
+
+
+def _three(values: Sequence[float]) -> str:
+    middle, deviation = mean_and_deviation(values)
+    return f"{middle:.3f}" if deviation is None else f"{middle:.3f} ± {deviation:.3f}"
 
 
 def _cell(point: Point | None, best: Point | None) -> str:
@@ -231,7 +261,7 @@ def _lead(found: Found, share: float) -> str:
     spread = f" ({min(ratios):.2f} to {max(ratios):.2f} by seed)" if len(ratios) > 1 else ""
     ahead = mean(theirs.test.change) / mean(ours.test.change)
     return (
-        f"At {100 * share:.0f} %: {theirs.family} ({theirs.setting}; new loss {mean(theirs.test.new):.3f}) changes "
+        f"{theirs.family} ({theirs.setting}; new loss {mean(theirs.test.new):.3f}) changes "
         f"{ahead:.2f} times as much{spread} as {ours.family} ({ours.setting}; {mean(ours.test.new):.3f})."
     )
 

@@ -118,6 +118,32 @@ def test_a_method_leaves_the_base_as_it_was_and_trains_the_same_weights(material
         assert {name.split(".")[0] for name in moved} == {"block"}, method
 
 
+def test_the_weighed_space_at_strength_0_is_all_of_it_and_a_large_strength_keeps_old_predictions(material):
+    setup = methods.Setup(material.language.model, material.new, material.old, 4, 3, seed=1)
+    plain = methods.METHODS["full"](setup, 0.05).model.state_dict()
+    free = methods.METHODS["weighed"](setup, 0.05, strength=0.0).model.state_dict()
+    assert plain.keys() == free.keys()
+    for name, value in plain.items():
+        torch.testing.assert_close(free[name], value, rtol=1e-3, atol=1e-4)
+    base = predictions(material.language.model, material.old)
+    change = [
+        loss_and_change(methods.METHODS["weighed"](setup, 0.05, strength=s).model, base, material.old)[1]
+        for s in (0.0, 10.0, 1e6)
+    ]
+    assert change[0] > change[1] > change[2]
+
+
+def test_a_plans_curve_measures_the_model_on_its_way(material, tmp_path):
+    paths = study.run(plan(curve=(1, 2), seeds=(1,)), "tiny", lambda: material, tmp_path)
+    points = json.loads(paths[2].read_text())["points"]  # NESS, while its updates are in place
+    assert [point["step"] for point in points] == [1, 2, 3]
+    changes = [point["test"]["other"][1] for point in points]
+    assert 0 < changes[0] < changes[2]
+    shorter = study.run(plan(seeds=(1,)), "again", lambda: material, tmp_path)
+    whole = json.loads(shorter[2].read_text())["points"][-1]
+    assert whole["test"] == points[-1]["test"]  # looking changes nothing
+
+
 def test_a_seed_decides_the_batches_for_every_method(material):
     setup = methods.Setup(material.language.model, material.new, material.old, 4, 7, seed=3)
     first, again = list(setup.data()), list(setup.data())
@@ -171,8 +197,9 @@ def test_a_row_that_is_not_in_the_plan_is_named(tmp_path, material):
         study.run(plan(), "tiny", lambda: material, tmp_path, only=["fulll"])
 
 
-@pytest.mark.parametrize("name", ["smollm2-email", "smollm2-french", "stories15m-reviews"])
+@pytest.mark.parametrize("name", ["smollm2-email", "smollm2-french", "stories15m-reviews", "stories15m-general"])
 def test_the_plans_of_the_repository_are_read(name, request):
     found = study.read(request.config.rootpath / "experiments" / f"language-{name}.toml")
     assert found.seeds == (1, 2, 3)
-    assert {"full", "LoRA, rank 16", "OSF"} <= {row.name for row in found.rows}
+    names = {row.name for row in found.rows}
+    assert {"full", "LoRA, rank 16", "OSF"} <= names or name == "stories15m-general"
