@@ -1,18 +1,30 @@
-# One virtual environment, made on demand; every target works on a bare machine with Python 3.11 or 3.12 and make.
+# One virtual environment, made on demand; every target works on a bare machine with Python 3.11 to 3.14 and make.
 PYTHON ?= python3
 VENV   ?= .venv
 BIN     = $(VENV)/bin
 # One torch thread a test process: two processes fill two cores, and results do not depend on the machine's width.
 ONE_THREAD = OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 
-.PHONY: help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers \
+# Whether the environment is of a Python that runs, in our range, and has this working copy installed: a Python that
+# was removed, or a folder that was moved or copied, leaves one that fails later and says nothing of why. A link is yours.
+USABLE = import sys, importlib.util as u, pathlib as p; \
+  sys.exit(not ((3, 11) <= sys.version_info < (3, 15) and p.Path(sys.prefix).samefile("$(VENV)") \
+  and p.Path(u.find_spec("ness").origin).resolve().is_relative_to(p.Path.cwd().resolve())))
+STALE := $(shell test -L $(VENV) || test ! -e $(VENV) || { $(BIN)/python -c "" && { test ! -e $(VENV)/.ready || \
+  $(BIN)/python -I -c '$(USABLE)'; }; } 2> /dev/null || echo stale)
+
+.PHONY: stale help run test test-kill kills reliability fuzz test-slow test-real test-gpu test-transformers \
         test-integrations test-triton test-ray \
         test-browser lint types tables bench docs release-checks clean
 
 help:            ## what the targets do
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /	/'
 
-$(VENV)/.ready: pyproject.toml constraints.txt
+$(VENV)/.ready: pyproject.toml constraints.txt setup.py $(STALE)
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 15))' || \
+	  { echo "$(PYTHON) is not Python 3.11 to 3.14; name one: make PYTHON=python3.12 ..." >&2; exit 1; }
+	@if [ -n "$(STALE)" ]; then \
+	  echo "$(VENV) is stale: its Python is gone, or the folder was moved; it is made anew" >&2; rm -rf $(VENV); fi
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[lab,dev]'
 	touch $@

@@ -11,7 +11,11 @@ import griffe
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).parents[1]
-SHOWN = {"CHANGELOG.md": "changelog.md"}  # documents at the root that are pages
+SHOWN = {
+    "CHANGELOG.md": "changelog.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "SECURITY.md": "security.md",
+}  # documents at the root that are pages
 COPIED = ("examples", "experiments", "LICENSE")  # files that pages link to as they are
 LINK = re.compile(r"(\]\()([^)\s#]+)")
 
@@ -35,8 +39,10 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
     def inside(match: re.Match[str]) -> str:
         before, link = match.groups()
-        if "://" in link or page.file.src_uri in SHOWN.values():
+        if "://" in link:
             return before + link
+        if page.file.src_uri in SHOWN.values():  # written at the root
+            return before + posixpath.relpath(SHOWN.get(link, link), "docs" if link.startswith("docs/") else ".")
         target = posixpath.normpath(posixpath.join("docs", here, link))
         if target.startswith("docs/"):
             return before + link

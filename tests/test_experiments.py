@@ -10,7 +10,8 @@ import pytest
 
 from ness.cli.arguments import parse
 from ness.cli.run import RunArguments
-from ness.lab.runs.experiment import Experiment, experiment, read
+from ness.errors import NessError
+from ness.lab.runs.experiment import Experiment, experiment, located, plans, read
 from ness.lab.runs.jobs import Job, resolve
 from ness.report.collect import collect
 from ness.report.documents import command
@@ -156,3 +157,15 @@ def test_the_ablation_adds_one_part_at_a_time() -> None:
         {"basis": "own"},
         *({key: value for key, value in job.changes.items() if key != "norm"} for job in jobs[:2]),
     ]
+
+
+def test_a_plan_goes_by_its_name_or_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert plans().keys() == {path.stem for path in FOLDER.glob("*.toml")}
+    for name in ("paper-cifar100", "paper-cifar100.toml", "experiments/paper-cifar100.toml"):
+        assert located(Path(name)).samefile(FOLDER / "paper-cifar100.toml")
+    Path("paper-cifar100.toml").write_text("a file of mine")
+    assert located(Path("paper-cifar100.toml")) == Path("paper-cifar100.toml")
+    assert located(Path("elsewhere/paper-cifar100.toml")) == Path("elsewhere/paper-cifar100.toml")
+    with pytest.raises(NessError, match=r"no plan is called 'paper-cifar', and no file. Did you mean paper-cifar100\?"):
+        located(Path("paper-cifar"))

@@ -1,4 +1,4 @@
-"""`ness list`: what methods, benchmarks and networks there are."""
+"""`ness list`: what methods, benchmarks, networks and plans there are."""
 
 import sys
 from dataclasses import dataclass
@@ -10,8 +10,9 @@ import tyro
 from ness.cli.arguments import understood
 from ness.lab import registry
 from ness.lab.methods.base import MethodSpec, Sizes, sizes_of
+from ness.lab.runs.experiment import plans
 from ness.lab.runs.jobs import resolve
-from ness.lab.runs.settings import part_of
+from ness.lab.runs.settings import part_of, read_toml
 from ness.report.formats import aligned, terminal_width
 
 SHOWN, IMAGE, CLASSES = "cifar100", (3, 32, 32), 10  # where the amount that is kept is shown: AlexNet
@@ -21,16 +22,18 @@ SHOWN, IMAGE, CLASSES = "cifar100", (3, 32, 32), 10  # where the amount that is 
 class ListArguments:
     """What to list."""
 
-    what: tyro.conf.Positional[Literal["methods", "benchmarks", "networks"]]
+    what: tyro.conf.Positional[Literal["methods", "benchmarks", "networks", "plans"]]
 
 
-ABOUT = "List the methods, benchmarks or networks there are. Examples: ness list methods · ness list benchmarks"
+ABOUT = """List the methods, benchmarks, networks or plans there are.
+
+Examples: ness list methods · ness list benchmarks"""
 
 
 def main(argv: list[str]) -> int:
     """Prints the list on standard output."""
     what = understood(ListArguments, args=argv, prog="ness list", description=ABOUT).what
-    sys.stdout.write({"methods": methods, "benchmarks": benchmarks, "networks": networks}[what]())
+    sys.stdout.write({"methods": methods, "benchmarks": benchmarks, "networks": networks, "plans": plans_known}[what]())
     return 0
 
 
@@ -78,4 +81,15 @@ def networks() -> str:
     lines = [("network", "what it is", "of the benchmarks")]
     for name, network in sorted(registry.all_networks().items()):
         lines.append((name, network.title, ", ".join(bench for bench, own in used.items() if own == name)))
+    return aligned(lines, terminal_width())
+
+
+def plans_known() -> str:
+    """Name, title and the command of each plan that comes with the package."""
+    lines = [("plan", "what it is", "command")]
+    for name, path in plans().items():
+        values = read_toml(path)
+        studied = "model" in values
+        title = str(values.get("title") or values.get("model", ""))
+        lines.append((name, title, f"ness study {name}" if studied else f"ness table --plan {name}"))
     return aligned(lines, terminal_width())

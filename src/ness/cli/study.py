@@ -32,7 +32,7 @@ def main(argv: Sequence[str]) -> int:
         epilog=_EXAMPLE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("plan", type=Path, help="the study's plan, a TOML file")
+    parser.add_argument("plan", type=Path, help="the study's plan: a TOML file, or a name of `ness list plans`")
     parser.add_argument("--out", type=Path, default=Path("runs/language"), help="folder of the records")
     parser.add_argument("--data", type=Path, default=None, help="folder that holds the packages")
     parser.add_argument("--rows", nargs="+", default=(), metavar="NAME", help="these rows of the plan alone")
@@ -66,11 +66,12 @@ def _checked(arguments: argparse.Namespace) -> "tuple[study.Plan, torch.device]"
     """The plan and the device, before anything is loaded or written; a mistake is wrong use."""
     from ness.lab.language import study
     from ness.lab.runs.environment import choose_device
+    from ness.lab.runs.experiment import located
     from ness.lab.runs.run import Options, check_options
     from ness.lab.training.seeds import checked
 
     try:
-        plan = study.read(arguments.plan)
+        plan = study.read(located(arguments.plan))
         study.rows_of(plan, arguments.rows)
         if arguments.seeds:
             checked(arguments.seeds)

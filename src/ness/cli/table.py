@@ -36,7 +36,7 @@ With --plan FILE.toml the rows and their settings are those of the file; with --
 
 Examples: ness table --benchmark digits --methods finetune frozen ness --seeds 1 2 3 4 5 ·
 ness table --benchmark cifar100 --methods all --seeds 1 2 3 4 37 --device cuda ·
-ness table --plan experiments/paper-cifar100.toml --device cuda ·
+ness table --plan paper-cifar100 --device cuda ·
 ness table --from results --format csv"""
 
 NOT_WITH_A_PLAN = {"methods", "method", "benchmark", "preset", "config"}  # and every setting
@@ -54,7 +54,7 @@ class TableArguments(Common):
 class PlanArguments(How):
     """The flags of a table whose rows stand in a file."""
 
-    plan: Path = setting(Path(), "TOML file of rows: docs/reproduction.md")
+    plan: Path = setting(Path(), "TOML file of rows, or a name of `ness list plans`: docs/reproduction.md")
     rows: tuple[str, ...] | None = setting(None, "only the file's rows of these names")
     seeds: tuple[int, ...] | None = setting(None, "one run each, instead of the file's")
     format: Format = setting("text", "how the table is printed")
@@ -72,7 +72,7 @@ class FromArguments:
 class PlanFromArguments(FromArguments):
     """The flags of a plan's table of records."""
 
-    plan: Annotated[Path, tyro.conf.arg(help="TOML file of rows: docs/reproduction.md")]
+    plan: Annotated[Path, tyro.conf.arg(help="TOML file of rows, or a name of `ness list plans`")]
     rows: Annotated[tuple[str, ...] | None, tyro.conf.arg(help="only the file's rows of these names")] = None
     seeds: Annotated[tuple[int, ...] | None, tyro.conf.arg(help="instead of the file's")] = None
     fast: Annotated[bool, tyro.conf.arg(help="the rows as they are run with --fast")] = False

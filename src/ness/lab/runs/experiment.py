@@ -38,8 +38,40 @@ class Experiment:
         return [(job, seed) for seed in self.seeds for job in self.jobs]
 
 
+def plans() -> dict[str, Path]:
+    """The plans that come with the package, by name.
+
+    >>> "paper-cifar100" in plans()
+    True
+    """
+    package = Path(__file__).parents[2]
+    places = (package / "experiments", package.parents[1] / "experiments")  # of a wheel, or of a working copy
+    return {path.stem: path for place in places[::-1] for path in sorted(place.glob("*.toml"))}
+
+
+def located(plan: Path) -> Path:
+    """The file of a plan: the path itself where there is one, or else the package's own plan of this name.
+
+    >>> located(Path("paper-cifar100")).name, located(Path("experiments/paper-cifar100.toml")).name
+    ('paper-cifar100.toml', 'paper-cifar100.toml')
+
+    Raises:
+        NessError: there is neither a file nor a plan of this name.
+    """
+    if plan.exists() or plan.is_symlink() or plan.parent not in (Path(), Path("experiments")):
+        return plan
+    known = plans()
+    name = plan.name.removesuffix(".toml")
+    if name in known:
+        return known[name]
+    if plan == Path(name):  # no path: a name
+        raise NessError(f"no plan is called {name!r}, and no file.{nearest(name, known)} There are {', '.join(known)}")
+    return plan
+
+
 def read(path: Path, fast: bool = False) -> Experiment:
     """The experiment in a TOML file; every row is resolved, or the file is refused with the row that is wrong."""
+    path = located(path)
     try:
         values = read_toml(path)
     except NessError as error:
