@@ -333,3 +333,17 @@ def test_killed_processes_end_bit_equal(name: str, again: int, tmp_path: Path) -
     assert process("killed", 0, 1) == 0
     ends = [torch.load(tmp_path / folder / "end.pt", weights_only=True) for folder in ("whole", "killed")]
     assert equal(*ends)
+
+
+@pytest.mark.integrations
+def test_two_ranks_train_resume_and_end_alike(tmp_path: Path) -> None:
+    path = [str(Path(ness.__file__).parents[1]), str(Path(__file__).parents[1])]
+    here = {**os.environ, "PYTHONPATH": os.pathsep.join(path), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).parents[1] / "two_trainers.py"
+    done = subprocess.run([*launcher, str(script), str(tmp_path)], capture_output=True, text=True, env=here)
+    assert done.returncode == 0, done.stderr[-3000:]
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert "wrapped its model for the last task (DistributedDataParallel)" in result.pop("refused")
+    expected = {"merged": True, "equal": True, "resumed": True, "drifts": 2}
+    assert result == {"wrapped": "DistributedDataParallel", **expected}

@@ -185,7 +185,8 @@ class GuardCallback(TrainerCallback):
     def _keep_guard(self, folder: Path, resumed: bool) -> None:
         """Write the guard once for all checkpoints of the run; one that goes on has it already."""
         now = identity(self.guard)
-        if resumed and (folder / GUARD).is_dir() and _identity_in(folder / IDENTITY) == now:
+        there = resumed and (folder / GUARD).is_dir() and _identity_in(folder / IDENTITY) == now
+        if not distributed.total(int(not there)):  # ranks may see other disks, and save together or not at all
             return
         self.guard.save(folder / GUARD)
         if distributed.on_rank_zero():
