@@ -205,7 +205,7 @@ def table(found: Found, plan: str) -> str:
     base = found.base["test"]
     said = [
         f"{found.title}: KL(base ‖ model) on held-out old text, in thousandths of a nat a token, at four shares of the "
-        "largest gain on new text; less is better, bold is what validation text chooses, – is not reached. Mean ± sample "
+        "largest gain on new text; less is better, bold: what validation text chooses, –: not reached. Mean ± sample "
         f"deviation over seeds {', '.join(map(str, found.seeds))}; the base's loss is {base[0]:.3f} on new and "
         f"{base[1]:.3f} on old text. Settings are chosen on validation text. CPU seconds are the mean over settings."
     ]
