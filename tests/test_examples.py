@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -101,3 +103,18 @@ def test_examples_with_real_weights_say_what_is_missing(example: str, command: s
     assert done.returncode == 1
     assert command in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_notebook_runs_and_shows_what_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    notebook = json.loads((ROOT / "examples" / "quick_start.ipynb").read_text(encoding="utf-8"))
+    assert (notebook["nbformat"], notebook["metadata"]["kernelspec"]["language"]) == (4, "python")
+    assert not any(cell.get("outputs") for cell in notebook["cells"])
+    monkeypatch.chdir(tmp_path)
+    known: dict[str, Any] = {"__name__": "notebook"}
+    cells = [cell for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    for number, cell in enumerate(cells):
+        exec(compile("".join(cell["source"]), f"quick_start.ipynb, cell {number}", "exec", dont_inherit=True), known)
+    assert known["kept_old"] > known["plain_old"] + 5
+    assert known["mended_old"] > known["plain_old"] + 5
+    assert known["guard"].certificate().holds
+    assert known["results"]["finetune"].accuracy.shape == (5, 5)
