@@ -26,7 +26,7 @@ from ness.lab.language import packages
 from ness.lab.language.texts import documents
 
 STEPS = int(sys.argv[1]) if len(sys.argv) > 1 else 60
-QUERIES, LENGTH, RATE = 300, 48, 5e-4
+QUERIES, LENGTH, RATE = 300, 48, 1e-4
 try:
     wheel = zipfile.ZipFile(packages.find(packages.MINILM))
     mails, reviews = documents("email"), documents("reviews")
