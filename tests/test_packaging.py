@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import ness
+
 STALE = "is stale: its Python is gone, or the folder was moved; it is made anew"
 ROOT = Path(__file__).parents[1]
 ROOT_FILES = ("pyproject.toml", "setup.py", "MANIFEST.in", "Makefile", "constraints.txt", "mkdocs.yml")
@@ -107,3 +109,10 @@ def test_an_environment_that_make_did_not_make_is_left_alone(working_copy: Path)
     (working_copy / ".venv" / ".ready").unlink()
     (working_copy / "src" / "ness" / "__init__.py").unlink()
     assert not is_stale(working_copy)
+
+
+def test_one_version_everywhere() -> None:
+    citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
+    changelog = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"\nversion: {ness.__version__}\n" in citation
+    assert f"\n## {ness.__version__}\n" in changelog

@@ -1,8 +1,10 @@
 """`ness list methods`: what every method keeps, and how much of it on CIFAR-100's AlexNet, computed."""
 
+import re
+
 import pytest
 
-from ness.cli.list import amount, benchmarks, methods, sizes_on
+from ness.cli.list import amount, benchmarks, methods, networks, plans_known, sizes_on
 from ness.lab import registry
 
 
@@ -28,7 +30,7 @@ def test_amounts_follow_from_the_sizes() -> None:
 
 def test_the_lists_fit_eighty_columns(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
-    for text in (methods(), benchmarks()):
+    for text in (methods(), benchmarks(), networks(), plans_known()):
         assert max(map(len, text.splitlines())) <= 80
 
 
@@ -40,3 +42,15 @@ def test_every_method_has_a_line_with_its_paper_and_what_it_keeps(monkeypatch: p
         assert not spec.paper or f"{spec.paper} ({spec.year})" in lines[name]
     assert "some, kept" in lines["fsdgpm"]
     assert "by setting" in lines["ness"]
+
+
+def test_networks_name_the_benchmarks_they_are_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert re.search(r"^alexnet +AlexNet variant of the GPM lineage, 32×32 +cifar100$", networks(), re.M)
+    assert re.search(r"^resnet18-32 .* five-datasets, folder$", networks(), re.M)
+
+
+def test_plans_name_their_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert re.search(r"^paper-cifar100 .* ness table --plan paper-cifar100$", plans_known(), re.M)
+    assert re.search(r"^language-smollm2-email .* ness study language-smollm2-email$", plans_known(), re.M)
