@@ -39,7 +39,8 @@ def test_every_command_has_help_with_an_example(command: str, capsys) -> None:
     assert f"ness {command} " in capsys.readouterr().out.split("options")[0].replace("usage: ness", "")
 
 
-def test_run_prints_the_table_alone_on_standard_output(capsys, tmp_path: Path) -> None:
+def test_run_prints_the_table_alone_on_standard_output(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # all columns
     assert main([*RUN, "finetune", "--seeds", "1", "2"]) == 0
     caught = capsys.readouterr()
     assert caught.out.splitlines()[0].startswith("benchmark")

@@ -277,7 +277,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("name", [*BAD, "deep", "infinity", "twice", "binary", "empty"])
-def test_a_hostile_record_costs_its_own_row_alone(name: str, capsys, tmp_path: Path) -> None:
+def test_a_hostile_record_costs_its_own_row_alone(name: str, capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # all columns
     write(tmp_path / "runs" / "good", result())
     bad = write(tmp_path / "runs" / "tiny-ness-0-seed1", result("ness"))
     (bad / "config.json").write_text(json.dumps({**result("ness"), "digest": "0", "settings": {"epochs": 2}}))

@@ -95,13 +95,15 @@ def test_only_the_rows_that_are_named(capsys, tmp_path: Path) -> None:
     assert "--rows without a name" in capsys.readouterr().err
 
 
-def test_the_command_lines_seeds_go_before_the_files(capsys, tmp_path: Path) -> None:
+def test_the_command_lines_seeds_go_before_the_files(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # all columns
     main(["table", "--plan=plan.toml", "--seeds", "7"])
     assert "NESS, wide  fixed epochs=1 eps=0.03  7 " in capsys.readouterr().out
     assert {path.parent.name[-5:] for path in tmp_path.glob("runs/*/result.json")} == {"seed7"}
 
 
-def test_from_records_alone_what_is_missing_is_shown(capsys, tmp_path: Path) -> None:
+def test_from_records_alone_what_is_missing_is_shown(capsys, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")  # all columns
     (tmp_path / "runs").mkdir()
     argv = ["table", "--plan", "plan.toml", "--from", "runs"]
     assert main(argv) == 0
