@@ -89,6 +89,10 @@ def test_records_of_other_data_are_refused(tmp_path: Path) -> None:
         ({"seeds": ()}, "seeds is empty"),
         ({"epoch": 2}, "Did you mean epochs"),
         ({"preset": "nix"}, "no preset is called"),
+        ({"network": torch.nn.Linear(2, 2)}, r"run\(network=...\): found a Linear, expected a name, a NetworkSpec"),
+        ({"stream": torch.zeros(3)}, "found a Tensor, expected a name, a Benchmark, a Stream"),
+        ({"seeds": "12"}, "found '12', expected whole numbers"),
+        ({"seeds": (1, 2.0)}, "found 2.0, expected whole numbers"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, object], complaint: str) -> None:

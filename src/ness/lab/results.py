@@ -176,11 +176,11 @@ def run(
     Raises:
         NessError: something is unknown or does not fit, or a run in `out` was on other data.
     """
+    asked = _checked(method, stream, network, seeds)
     bench = benchmark_from_stream(stream) if isinstance(stream, Stream) else stream
     own = network if isinstance(network, NetworkSpec) else None
     changes = {**settings, **({"network": network} if isinstance(network, str) else {})}
     job = resolve(method, bench, preset, changes, fast, own)
-    asked = checked((seeds,) if isinstance(seeds, int) else tuple(seeds))
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()) if out is None else out)
         options = Options(folder, None if data is None else Path(data), device)
@@ -193,6 +193,25 @@ def run(
         _check_data(job, stream, found)
     first = next(iter(found.values()))
     return Results(job.method.name, job.benchmark.name, job.network, tuple(first["tasks"]), found)
+
+
+def _checked(method: object, stream: object, network: object, seeds: object) -> tuple[int, ...]:
+    """The seeds, after the kinds of what was given were looked at."""
+    for name, value, kinds in (
+        ("method", method, (str, MethodSpec)),
+        ("stream", stream, (str, Benchmark, Stream)),
+        ("network", network, (str, NetworkSpec, type(None))),
+    ):
+        if not isinstance(value, kinds):
+            expected = ", a ".join(kind.__name__ for kind in kinds if kind is not type(None)).replace(
+                "str", "a name", 1
+            )
+            raise NessError(f"run({name}=...): found a {type(value).__name__}, expected {expected}")
+    found = tuple(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else (seeds,)
+    for seed in found:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise NessError(f"run(seeds=...): found {seed!r:.40}, expected whole numbers, e.g. seeds=(1, 2, 3)")
+    return checked(found)
 
 
 def _listener(seed: int, progress: Progress | None) -> Listener:
