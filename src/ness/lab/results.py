@@ -197,21 +197,18 @@ def run(
 
 def _checked(method: object, stream: object, network: object, seeds: object) -> tuple[int, ...]:
     """The seeds, after the kinds of what was given were looked at."""
-    for name, value, kinds in (
-        ("method", method, (str, MethodSpec)),
-        ("stream", stream, (str, Benchmark, Stream)),
-        ("network", network, (str, NetworkSpec, type(None))),
+    for name, value, kinds, expected in (
+        ("method", method, (str, MethodSpec), "a name or a MethodSpec"),
+        ("stream", stream, (str, Benchmark, Stream), "a name, a Benchmark or a Stream"),
+        ("network", network, (str, NetworkSpec, type(None)), "a name or a NetworkSpec"),
     ):
         if not isinstance(value, kinds):
-            expected = ", a ".join(kind.__name__ for kind in kinds if kind is not type(None)).replace(
-                "str", "a name", 1
-            )
             raise NessError(f"run({name}=...): found a {type(value).__name__}, expected {expected}")
     found = tuple(seeds) if isinstance(seeds, Iterable) and not isinstance(seeds, str) else (seeds,)
     for seed in found:
-        if isinstance(seed, bool) or not isinstance(seed, int):
+        if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)):
             raise NessError(f"run(seeds=...): found {seed!r:.40}, expected whole numbers, e.g. seeds=(1, 2, 3)")
-    return checked(found)
+    return checked([int(seed) for seed in found])
 
 
 def _listener(seed: int, progress: Progress | None) -> Listener:
