@@ -52,7 +52,8 @@ assert main(["report", "runs"]) == 0
 
 
 def python(folder: Path, *arguments: str, path: Path) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT / "src")]), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(path), str(ROOT / "src")])}
+    environment |= {"OMP_NUM_THREADS": "1", "COLUMNS": "200"}
     return subprocess.run(
         [sys.executable, *arguments], cwd=folder, env=environment, capture_output=True, text=True, check=False
     )
