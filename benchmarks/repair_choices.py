@@ -21,8 +21,6 @@ import ness
 from ness.lab.language import methods, study
 from ness.lab.language.measure import loss_and_change
 
-STRENGTHS = (1.0, 3.0, 10.0)
-
 
 def batches(blocks: Tensor) -> list[dict[str, Tensor]]:
     return [{"input_ids": part} for part in blocks.split(8)]
@@ -37,11 +35,15 @@ def main() -> None:
     parser.add_argument("--rate", type=float, default=5e-4)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--strengths", type=float, nargs="+", default=[1.0, 3.0, 10.0])
+    parser.add_argument(
+        "--blocks", type=int, default=125, help="of 128 tokens of old text; of new text 1.5 times as many"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(1)
     plan = study.Plan(
         "", asked.model, asked.domain, asked.general, (asked.general,), (asked.seed,), (),
-        new=240, old=125, seen=200, measured=40, steps=asked.steps,
+        new=240, old=asked.blocks, seen=3 * asked.blocks // 2, measured=32, steps=asked.steps,
     )  # fmt: skip
     text = study.prepare(plan, asked.data, torch.device("cpu"))
     base = text.language.model
@@ -65,7 +67,7 @@ def main() -> None:
     ways: list[dict[str, Any]] = [{"new_under": under} for under in (0.0, 1 / 3, 1.0)]
     ways += [{"passes": count} for count in (2, 4, 7)]
     for options in ways:
-        for strength in STRENGTHS:
+        for strength in asked.strengths:
             began = time.process_time()
             done = ness.repair(
                 tuned, base, old=old, new=new, strength=strength, statistics_dtype=torch.float32,

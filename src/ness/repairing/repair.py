@@ -35,7 +35,7 @@ def repair(
     probe: Any = None,
     at_most: float | None = None,
     share: float = 1.0,
-    new_under: float = 1 / 3,
+    new_under: float = 0.0,
     ridge: float | None = None,
     include: str | Sequence[str] | None = None,
     exclude: str | Sequence[str] = (),
@@ -87,7 +87,8 @@ def repair(
         at_most: RMS change of the outputs on `probe`, as a fraction of their RMS under the base.
         share: what is left of the reshaped change, from 0 to 1: interpolation on top of the repair.
         new_under: where on the way from the base (0) to the tuned weights (1) the Grams of new inputs are taken; those
-            of old inputs are taken under the base.
+            of old inputs are taken under the base. Between the two, where tuning changed the features, statistics may
+            be of neither (docs/repair.md).
         ridge: λ as a fraction of the mean diagonal of (C_n + C_o) / 2; by default 1e-6, with float32 statistics 1e-5.
         include: repair these layers only: names, prefixes that end at a dot, or patterns.
         exclude: keep these as tuned, without comparing them (a new head, say).

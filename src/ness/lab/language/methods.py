@@ -239,7 +239,9 @@ def interpolated(base: nn.Module, tuned: nn.Module, share: float) -> nn.Module:
 def repairer(base: nn.Module, tuned: nn.Module, old: Tensor, new: Tensor | None) -> Callable[[float], nn.Module]:
     """A fine-tune mended by `ness.repair` in one go, at whatever strength; the Grams are taken once."""
     cut = None if new is None else torch.split(new, 8)
-    found = ness.repair(tuned, base, old=torch.split(old, 8), new=cut, forward=_forward)
+    found = ness.repair(
+        tuned, base, old=torch.split(old, 8), new=cut, forward=_forward, new_under=1 / 3
+    )  # as in results/
     return found.at
 
 
