@@ -36,7 +36,7 @@ try:
 
     language = load("stories15m")
 except (ness.NessError, ModuleNotFoundError) as error:
-    sys.exit(f"{error}")
+    sys.exit(f"{error}" if isinstance(error, ness.NessError) else f"{error}: pip install 'ness-cl[lab,text]'")
 base = language.model
 
 

@@ -28,6 +28,7 @@ from ness.lab.language import packages
 
 TRAIN, TEST = int(sys.argv[1]) if len(sys.argv) > 1 else 240, 120
 try:
+    found = {p.name: packages.find(p) for p in (packages.MINILM, packages.NOVELS, packages.EMAIL, packages.REVIEWS)}
     from transformers import (
         AutoTokenizer,
         BertForSequenceClassification,
@@ -36,10 +37,8 @@ try:
         TrainingArguments,
         set_seed,
     )
-
-    found = {p.name: packages.find(p) for p in (packages.MINILM, packages.NOVELS, packages.EMAIL, packages.REVIEWS)}
 except (ness.NessError, ModuleNotFoundError) as error:
-    sys.exit(f"{error}")
+    sys.exit(f"{error}" if isinstance(error, ness.NessError) else f"{error}: pip install 'ness-cl[lab,text]'")
 
 
 # -- data: labelled texts from packages --------------------------------------------------------------------------------

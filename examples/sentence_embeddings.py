@@ -32,7 +32,7 @@ try:
     mails, reviews = documents("email"), documents("reviews")
     from transformers import AutoModel, AutoTokenizer
 except (ness.NessError, ModuleNotFoundError) as error:
-    sys.exit(f"{error}")
+    sys.exit(f"{error}" if isinstance(error, ness.NessError) else f"{error}: pip install 'ness-cl[lab,text]'")
 
 
 def halves(texts: list[str]) -> tuple[list[str], list[str]]:

@@ -310,8 +310,8 @@ def test_what_exceeds_the_budget_is_taken_back_at_merge_and_said() -> None:
     assert torch.allclose(model.layer.weight - before, row.shrunk * wanted, rtol=1e-9, atol=1e-12)
     assert row.bound == pytest.approx(wild.bound * row.shrunk)
     assert row.update_norm == pytest.approx(wild.update_norm * row.shrunk)
-    above, below = (line.split() for line in str(guard.certificate()).splitlines()[:2])
-    assert (above[-2:], below[-3:]) == (["relative", "task"], ["drift", "drift", "shrunk"])
+    heads = str(guard.certificate()).splitlines()[0]
+    assert heads.endswith("relative drift  task drift  shrunk")
     assert list(guard.certificate().to_dicts()[0])[-2:] == ["task_drift", "shrunk"]
 
 

@@ -183,23 +183,37 @@ def _cell(value: str | int | float | None) -> str:
 
 
 def _within(table: list[list[str]]) -> list[str]:
-    """Columns of equal width in WIDTH columns of text: heads are folded, a name too long has a line of its own."""
-    plain = _aligned(table)
-    if len(plain[0]) <= WIDTH:
-        return plain
-    heads = [head.rsplit(" ", 1) if " " in head else ["", head] for head in table[0]]
-    folded = [[first for first, _ in heads], [last for _, last in heads], *table[1:]]
-    room = max(0, WIDTH - sum(2 + max(len(line[i]) for line in folded) for i in range(1, len(heads))))
-    lines = _aligned([[line[0] if len(line[0]) <= room else "", *line[1:]] for line in folded])
-    names = [[line[0]] if len(line[0]) > room else [] for line in folded]
-    return [text for name, line in zip(names, lines, strict=True) for text in [*name, line]]
+    """Columns in WIDTH columns of text: closer together, then without those that are wanted least, which is said.
+
+    A name that is too long has a line of its own.
+    """
+    if len(_aligned(table)[0]) <= WIDTH:
+        return _aligned(table)
+    left_out: list[str] = []
+    gap, room = 1, _room(table, 1)
+    for head in ("tau", "update norm", "bound", "rms bound"):
+        if room >= len(table[0][0]):
+            break
+        place = table[0].index(head)
+        table = [line[:place] + line[place + 1 :] for line in table]
+        left_out.append(head)
+        gap, room = 2, _room(table, 2)
+    lines = _aligned([[line[0] if len(line[0]) <= room else "", *line[1:]] for line in table], gap)
+    names = [[line[0]] if len(line[0]) > room else [] for line in table]
+    told = [f"(left out here: {', '.join(left_out)}; `rows` has them)"] if left_out else []
+    return [*(text for name, line in zip(names, lines, strict=True) for text in [*name, line]), *told]
 
 
-def _aligned(table: list[list[str]]) -> list[str]:
+def _room(table: list[list[str]], gap: int) -> int:
+    """Columns of text that the figures leave to the names."""
+    return WIDTH - sum(gap + max(len(line[i]) for line in table) for i in range(1, len(table[0])))
+
+
+def _aligned(table: list[list[str]], gap: int = 2) -> list[str]:
     """Columns of equal width: the first to the left, figures to the right."""
     widths = [max(len(line[i]) for line in table) for i in range(len(table[0]))]
     lines = []
     for first, *figures in table:
         cells = [figure.rjust(width) for figure, width in zip(figures, widths[1:], strict=True)]
-        lines.append("  ".join([first.ljust(widths[0]), *cells]))
+        lines.append((" " * gap).join([first.ljust(widths[0]), *cells]))
     return lines
