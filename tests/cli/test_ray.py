@@ -99,9 +99,9 @@ def until(happened: Callable[[], bool], command: "subprocess.Popen[str]") -> Non
         time.sleep(0.05)
 
 
-def on_node(node: str) -> bool:
+def on_node(node: str, runs: str = "*") -> bool:
     """Whether a run with a checkpoint is on a node whose name has this."""
-    found = Path("there").glob("*/holder.json")
+    found = Path("there").glob(f"{runs}/holder.json")
     with_checkpoint = [path for path in found if list(path.parent.glob("checkpoint-*"))]
     return any(node in json.loads(path.read_text()).get("node", "") for path in with_checkpoint)
 
@@ -118,11 +118,17 @@ def test_a_node_is_killed_and_every_run_ends_as_without_ray(cluster, capsys, tmp
     marks.mkdir()
     Path("plan.toml").write_text(PLAN.format(once=marks))
     command = started("--plan", "plan.toml", "--ray", cluster.address)
-    until(lambda: on_node(lost.node_id[:6]), command)
-    assert main(["watch", "there", "--once"]) == 0
-    shown = capsys.readouterr().out
-    assert f"({lost.node_id[:6]})  1     0     1" in shown  # name, CPUs, GPUs, runs now
-    assert f"running on {os.uname().nodename} ({lost.node_id[:6]})" in shown
+    busy = f"({lost.node_id[:6]})  1     0     1"  # name, CPUs, GPUs, runs now
+    running = f"running on {os.uname().nodename} ({lost.node_id[:6]})"
+
+    def seen() -> bool:
+        if not on_node(lost.node_id[:6], "*fatal*-seed2"):  # a long one
+            return False
+        assert main(["watch", "there", "--once"]) == 0
+        shown = capsys.readouterr().out
+        return busy in shown and running in shown
+
+    until(seen, command)
     cluster.remove_node(lost, allow_graceful=False)
     out, said = command.communicate(timeout=LONG)
     assert command.returncode == 0, said
