@@ -315,8 +315,13 @@ def test_variations_of_the_trainer(name: str, variation: str, tmp_path: Path) ->
     assert not any("ness" in key for key in model.state_dict())
 
 
+VIT = pytest.param(
+    "vit", 0, marks=pytest.mark.xfail(strict=True, reason="transformers saves a ViT's keys under other names: refused")
+)
+
+
 @pytest.mark.integrations
-@pytest.mark.parametrize(("name", "again"), [("bert", 1), ("gpt2", 0), ("llama", 1), ("t5", 0), ("vit", 0)])
+@pytest.mark.parametrize(("name", "again"), [("bert", 1), ("gpt2", 0), ("llama", 1), ("t5", 0), VIT])
 def test_killed_processes_end_bit_equal(name: str, again: int, tmp_path: Path) -> None:
     def process(folder: str, kill_at: int, resume: int) -> int:
         path = [str(Path(ness.__file__).parents[1]), str(Path(__file__).parents[1])]
